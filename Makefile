@@ -1,0 +1,54 @@
+# Every target that needs the environment builds it first; `make setup` does nothing when it is fresh.
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.stamp
+ARGS ?=
+
+# The first Python that is new enough and can build a virtual environment. Override: make setup PYTHON=/path/to/python
+PYTHON ?= $(shell for python in python3.11 python3; do \
+	$$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$python && break; done)
+
+.PHONY: help setup run test check stubs format clean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+setup: $(STAMP) ## Build .venv from the pinned versions in constraints.txt
+	@:
+
+$(STAMP): pyproject.toml constraints.txt
+	@if [ -z "$(PYTHON)" ]; then \
+		echo "hicache needs Python 3.11 or newer with its venv module: none found as python3.11 or python3." >&2; \
+		echo "Install one (Debian: apt-get install python3 python3-venv) or name it: make setup PYTHON=/path/to/python3.11" >&2; \
+		exit 1; fi
+	@echo "setting up $(VENV) with $(PYTHON) (about a minute the first time)"
+	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --upgrade pip setuptools wheel
+	@$(BIN)/python -m pip install -qq --constraint constraints.txt --no-build-isolation --editable '.[engine,dev]'
+	@touch $@
+
+run: setup ## Run the demo on embedded defaults; ARGS="--json -" for more
+	@$(BIN)/hicache demo $(ARGS)
+
+test: setup ## Run the tests; ARGS="-k keys", ARGS=--cov for coverage
+	@$(BIN)/python -m pytest -q $(ARGS)
+
+check: setup ## Format, lint, types, layering, generated stubs fresh
+	@$(BIN)/ruff format --check .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+	@$(BIN)/lint-imports --no-logo
+	@$(BIN)/python tools/stubs.py --check
+
+stubs: setup ## Regenerate the gRPC stubs in hicache/wire/
+	@$(BIN)/python tools/stubs.py
+
+format: setup ## Format the code and apply the safe lint fixes
+	@$(BIN)/ruff format .
+	@$(BIN)/ruff check --fix .
+
+clean: ## Remove .venv and everything that tools leave behind
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis htmlcov .coverage .coverage.*
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +
