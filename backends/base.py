@@ -1,0 +1,118 @@
+"""The contract that everything L3 can store into fulfils."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from hicache.outcome import Outcome
+
+PHYSICAL_KEY_BYTES_MAX = 128
+
+
+def is_storable_key(key: bytes) -> bool:
+    """Whether ``key`` has a length that every backend takes."""
+    return 1 <= len(key) <= PHYSICAL_KEY_BYTES_MAX
+
+
+@dataclass(frozen=True, slots=True)
+class PutItem:
+    """One object to store. ``payload`` stays the caller's and must not change until ``put`` returns."""
+
+    key: bytes
+    payload: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class GetItem:
+    """One object to read into ``target``, which has exactly the size that the object must have."""
+
+    key: bytes
+    target: memoryview
+
+
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """What ``scan`` tells of an object without reading its payload."""
+
+    key: bytes
+    size_bytes: int
+    used_at_s: float  # when it was last written or read, as far as the medium knows; seconds since the epoch
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Space as it is on the medium. ``payload_bytes <= stored_bytes <= capacity_bytes``."""
+
+    objects: int
+    payload_bytes: int
+    stored_bytes: int  # payloads with headers and rounding: what counts against the capacity
+    capacity_bytes: int
+
+
+class Backend(Protocol):
+    """Stores checked objects of at least one byte under opaque keys of 1 to PHYSICAL_KEY_BYTES_MAX bytes.
+
+    Any other key, and an empty payload (it would cost no capacity, so nothing would bound it), is REFUSED by ``put``
+    and absent everywhere else.
+
+    Thread-safe and blocking: callers use their own threads. Batches are the primitive; one bad item never spoils the
+    others. No method raises for what can happen to one item: each gets an Outcome. BackendError means that the backend
+    is broken as a whole.
+    """
+
+    name: str
+    store_id: bytes  # 16 random bytes made with the store; a wiped store has another one
+
+    def put(self, items: Sequence[PutItem]) -> list[Outcome]:
+        """Store each object with its checksum, visible only when all of it is there.
+
+        OK; EXISTS when the key is present already (nothing is copied, the first write wins, also within one batch);
+        TOO_LARGE, NO_SPACE, IO_ERROR or REFUSED, after which the key is absent and its space given back.
+        """
+        ...
+
+    def get_into(self, items: Sequence[GetItem]) -> list[Outcome]:
+        """Read each object into its target and verify the bytes there.
+
+        OK; ABSENT; SIZE_MISMATCH; IO_ERROR; CORRUPT (also for an object that was stored under another key), after which
+        the object has been dropped. A target whose outcome is not OK holds undefined bytes.
+        """
+        ...
+
+    def contains(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys are present and complete."""
+        ...
+
+    def delete(self, keys: Sequence[bytes]) -> list[Outcome]:
+        """Drop objects and give their space back: OK, ABSENT or IO_ERROR. Works on a full medium."""
+        ...
+
+    def touch(self, used: Sequence[tuple[bytes, float]]) -> None:
+        """Remember when objects were last used (seconds since the epoch), for the order that ``scan`` tells.
+
+        Best effort: absent keys and failures are passed over. Costs a small write for each key, so callers batch it
+        and keep it away from their hot path.
+        """
+        ...
+
+    def scan(self) -> Iterator[StoredObject]:
+        """Every complete object, in no particular order. Partial ones have been removed when the backend was opened."""
+        ...
+
+    def usage(self) -> Usage:
+        """Exact from the moment the backend is open. O(1)."""
+        ...
+
+    def stored_bytes(self, size_bytes: int) -> int:
+        """What an object of ``size_bytes`` takes of the capacity."""
+        ...
+
+    def free_bytes(self) -> int | None:
+        """What the file system has left to grow into; None when all space was taken when the backend was opened."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is being written, flush, and let go of the medium. Idempotent."""
+        ...

@@ -1,0 +1,1 @@
+"""hicache: a hierarchical KV-cache storage service for LLM inference."""

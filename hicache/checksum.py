@@ -1,0 +1,20 @@
+"""The checksum that binds a payload to the key it is stored under."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import xxhash
+
+
+def payload_checksum(key: bytes, payload: bytes | memoryview) -> int:
+    """xxh3_64 of ``payload``, seeded by ``key``: a payload under a foreign key does not verify. Returns a uint64."""
+    return xxhash.xxh3_64_intdigest(payload, xxhash.xxh3_64_intdigest(key))
+
+
+def payload_checksum_of_parts(key: bytes, parts: Iterable[bytes | memoryview]) -> int:
+    """The same value from consecutive parts, so that each can be hashed while it is in cache."""
+    digest = xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(key))
+    for part in parts:
+        digest.update(part)
+    return digest.intdigest()

@@ -1,0 +1,250 @@
+"""The directory: every decision about what is kept, loaded, published and evicted, without touching a byte."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hicache.errors import ConfigError, StateNotCommitted, UsageError
+from hicache.index import Index, Node, Tier
+from hicache.jobbook import JobBook, Outcomes
+from hicache.jobs import Completion, CopyItem, CopyJob, CopyKind, Job
+from hicache.loader import Load, Loader
+from hicache.policies.write import WritePolicy, WriteThrough
+from hicache.prefetch import Prefetcher, PrefetchLimits
+from hicache.request import RequestRecord
+from hicache.slots import slot_of
+from hicache.spec import CacheSpec, StateGroup
+from hicache.stats import DirectoryStats
+from hicache.writer import Writer, WriterLimits
+
+
+@dataclass(frozen=True, slots=True)
+class DirectoryConfig:
+    """Capacities in slots by group index, and the bounds of what may be under way at a time."""
+
+    l1_slots: tuple[int, ...]
+    l2_slots: tuple[int, ...]  # all zero: no L2
+    has_l3: bool = False
+    ranks: int = 1
+    prefetch_threshold_tokens: int = 256
+    prefetch_l2_share: float = 0.5
+    store_l2_share: float = 0.5
+
+    def __post_init__(self) -> None:
+        if self.has_l3 and not any(self.l2_slots):
+            raise ConfigError("l2_slots", self.l2_slots, "room in L2, which L3 is reached through, or no L3")
+        for name in ("prefetch_l2_share", "store_l2_share"):
+            if not 0 < getattr(self, name) <= 1:
+                raise ConfigError(name, getattr(self, name), "a share above 0 and at most 1")
+
+
+class Directory:
+    """Not thread-safe: one thread at a time. Emits jobs (``take_jobs``) and is told what became of them (``complete``).
+
+    Slots are the same on every rank, so one decision holds for all. A request goes through ``open``, ``prefetch``,
+    ``load``, ``extend`` and ``store`` as often as it likes, and ``release``, which is legal at any time after ``open``.
+    """
+
+    def __init__(self, spec: CacheSpec, config: DirectoryConfig, *, write_policy: WritePolicy | None = None) -> None:
+        self.spec = spec
+        self.stats = DirectoryStats(spec.object_bytes)
+        self.index = Index(spec, (config.l1_slots, config.l2_slots))
+        self._jobs = JobBook(ranks=config.ranks)
+        self._writer = Writer(
+            self.index,
+            self._jobs,
+            write_policy or WriteThrough(),
+            WriterLimits(any(config.l2_slots), config.has_l3, store_share=config.store_l2_share),
+            self.stats,
+        )
+        self._prefetcher = Prefetcher(
+            self.index,
+            self._jobs,
+            PrefetchLimits(config.has_l3, spec.page_tokens, config.prefetch_threshold_tokens, config.prefetch_l2_share),
+            self.stats,
+        )
+        self._loader = Loader(spec, self.index, self._jobs, self._prefetcher, self.stats)
+        self._state_groups = tuple(g for g, group in enumerate(spec.groups) if isinstance(group, StateGroup))
+        self._paged_groups = tuple(g for g in range(len(spec.groups)) if g not in self._state_groups)
+
+    # -- jobs --------------------------------------------------------------------------------------------------------
+
+    @property
+    def open_jobs(self) -> int:
+        """Jobs emitted and not yet completed."""
+        return self._jobs.open_count
+
+    def take_jobs(self) -> list[Job]:
+        """The jobs emitted since the last call, in the order in which they may start."""
+        return self._jobs.take()
+
+    def complete(self, completion: Completion) -> None:
+        """One rank has finished a job. Raises UsageError when it is not open."""
+        self._jobs.complete(completion)
+
+    # -- a request ---------------------------------------------------------------------------------------------------
+
+    def open(self, keys: list[bytes], *, token_count: int) -> RequestRecord:
+        """Match a prompt against L1 and L2 and keep what matched from eviction. ``keys``: of its full pages."""
+        prompt_pages = min(len(keys), max(0, token_count - 1) // self.spec.page_tokens)
+        record = RequestRecord(keys, token_count, prompt_pages, [[] for _ in self.spec.groups], {})
+        pages = self.index.rule.usable(self.index.masks(keys[:prompt_pages]))
+        needed = self.index.rule.needed(pages)
+        record.pins = [self.index.pin(self.index.nearest(keys[page], group)) for page, group in needed]
+        self.index.touch(record.pins)
+        l1_pages = pages - len({entry.node.page for entry in record.pins if entry.tier is Tier.L2})
+        page_tokens = self.spec.page_tokens
+        record.local_tokens = {"l1": l1_pages * page_tokens, "l2": (pages - l1_pages) * page_tokens}
+        self.stats.requests += 1
+        return record
+
+    def prefetch(self, record: RequestRecord) -> None:
+        """Begin to bring from L3 what would make the usable prefix longer."""
+        if record.prefetch is None:
+            record.prefetch = self._prefetcher.start(record.keys[: record.prompt_pages])
+
+    def is_settled(self, record: RequestRecord) -> bool:
+        """Whether waiting longer for the prefetch can bring nothing more."""
+        return record.prefetch is None or record.prefetch.settled
+
+    def load(self, record: RequestRecord) -> Load:
+        """Choose the usable prefix over all groups and tiers, once, and bring it into L1 as one unit.
+
+        Called again when the jobs are done: a copy that failed cuts the prefix back to an earlier legal stop. The
+        live state slots then hold the snapshot of the boundary, or the empty state.
+        """
+        return self._loader.load(record)
+
+    def extend(self, record: RequestRecord, *, tokens: int) -> bool:
+        """Make the page tables cover ``tokens`` tokens. False, and nothing changed, when L1 has no room."""
+        self._check_loaded(record)
+        pages = -(-tokens // self.spec.page_tokens)
+        taken: list[tuple[int, list[int]]] = []
+        for group in self._paged_groups:
+            handles = self.index.acquire(Tier.L1, group, max(0, pages - len(record.tables[group])))
+            if handles is None:
+                for other, others in taken:
+                    self.index.release(Tier.L1, other, others)
+                return False
+            taken.append((group, handles))
+        for group, handles in taken:
+            record.tables[group] += handles
+        return True
+
+    def append(self, record: RequestRecord, keys: Sequence[bytes], *, token_count: int) -> None:
+        """The sequence has grown: ``keys`` of the pages that are full now and were not before."""
+        record.keys += keys
+        record.token_count = token_count
+
+    def store(self, record: RequestRecord, *, computed: int, state_at: int | None, state_pending: int) -> None:
+        """Tokens ``[0, computed)`` are in L1: publish their full pages, and a snapshot of the live state if asked for.
+
+        ``state_at`` says that the live state stands after exactly so many tokens, ``state_pending`` how many updates
+        wait in its ring or depend on drafts. Raises StateNotCommitted, and publishes nothing, unless ``state_at`` is
+        the page boundary at ``computed`` and nothing is pending.
+        """
+        self._check_loaded(record)
+        self._check_computed(record, computed)
+        if state_at is not None:
+            self._check_committed(computed, state_at, state_pending)
+        for page in range(record.published_pages, computed // self.spec.page_tokens):
+            self._publish_page(record, page)
+        record.published_pages = max(record.published_pages, computed // self.spec.page_tokens)
+        if state_at:
+            self._snapshot(record, state_at // self.spec.page_tokens - 1)
+        nodes = map(self.index.nodes.get, record.keys[record.written_pages : record.published_pages])
+        record.written_pages += self._writer.write(node for node in nodes if node is not None)
+
+    def release(self, record: RequestRecord) -> None:
+        """The request needs nothing any more. What it published stays; what is being copied stays until it is done."""
+        if record.released:
+            raise UsageError("the request has been released already")
+        record.released = True
+        if record.prefetch is not None:
+            self._prefetcher.conclude(record.prefetch, used_pages=0, reason="aborted")
+        self.index.touch(record.pins)
+        self.index.unpin_all(record.pins)
+        for group, table in enumerate(record.tables):
+            self.index.release(Tier.L1, group, table)
+            table.clear()
+        for group, handle in record.live.items():
+            self.index.release(Tier.L1, group, [handle])
+        record.live.clear()
+
+    # -- publishing --------------------------------------------------------------------------------------------------
+
+    def _publish_page(self, record: RequestRecord, page: int) -> None:
+        for group in self._paged_groups:
+            handle = record.tables[group][page]
+            if handle is None:
+                continue
+            node = self.index.obtain(record.keys, page)
+            entry = node.entries[Tier.L1][group]
+            if entry is None:
+                entry = self.index.publish(node, Tier.L1, group, self.index.pools[Tier.L1][group].hold(handle))
+            record.pins.append(self.index.pin(entry))
+
+    def _snapshot(self, record: RequestRecord, page: int) -> None:
+        """Copy the live state into slots of its own, published when every group's copy is complete."""
+        node = self.index.obtain(record.keys, page)
+        there = node.masks[Tier.L1] | node.copying
+        groups = [group for group in self._state_groups if not there >> group & 1]
+        targets: dict[int, int] = {}
+        for group in groups:
+            handles = self.index.acquire(Tier.L1, group, 1)
+            if handles is None:
+                self._abandon_snapshot(node, targets)
+                self.stats.skipped["snapshot.no_device_capacity"] += 1
+                return
+            targets[group] = handles[0]
+        if not targets:
+            return
+        live = {group: self.index.pools[Tier.L1][group].hold(record.live[group]) for group in targets}
+        items = tuple(CopyItem(group, slot_of(live[group]), slot_of(target)) for group, target in targets.items())
+        node.copying |= sum(1 << group for group in targets)
+        self._jobs.emit(
+            lambda job_id: CopyJob(job_id, CopyKind.SNAPSHOT, items),
+            lambda outcomes: self._snapshot_taken(node, live, targets, outcomes),
+        )
+
+    def _snapshot_taken(self, node: Node, live: dict[int, int], targets: dict[int, int], outcomes: Outcomes) -> None:
+        self.stats.count("snapshot", targets, outcomes)
+        node.copying &= ~sum(1 << group for group in targets)
+        for group, source in live.items():
+            self.index.release(Tier.L1, group, [source])
+        if not all(outcome.is_ok for outcome in outcomes):
+            self._abandon_snapshot(node, targets)
+            return
+        for group, target in targets.items():
+            self.index.publish(node, Tier.L1, group, target)
+        self._writer.write([node])
+
+    def _abandon_snapshot(self, node: Node, targets: dict[int, int]) -> None:
+        for group, target in targets.items():
+            self.index.release(Tier.L1, group, [target])
+        self.index.prune(node)
+
+    # -- checks ------------------------------------------------------------------------------------------------------
+
+    def _check_loaded(self, record: RequestRecord) -> None:
+        if record.released or not record.is_loaded:
+            state = "released" if record.released else "not loaded"
+            raise UsageError(f"the request is {state}: extend and store come between load and release")
+
+    def _check_computed(self, record: RequestRecord, computed: int) -> None:
+        covered = min((len(record.tables[group]) for group in self._paged_groups), default=len(record.keys))
+        limit = min(record.token_count, covered * self.spec.page_tokens)
+        if not 0 <= computed <= limit:
+            raise UsageError(f"computed = {computed}: the request has tokens and pages for 0 to {limit}")
+
+    def _check_committed(self, computed: int, state_at: int, state_pending: int) -> None:
+        if state_pending:
+            raise StateNotCommitted(
+                f"state_pending = {state_pending}: fold the ring into the state and settle all drafts before a snapshot"
+            )
+        if state_at != computed or state_at % self.spec.page_tokens:
+            raise StateNotCommitted(
+                f"state_at = {state_at}: a snapshot is taken where the state and all pages end,"
+                f" at computed = {computed}, on a multiple of {self.spec.page_tokens} tokens"
+            )

@@ -1,0 +1,76 @@
+"""The error tree: what can be wrong (expected outcomes, such as a miss, are values: see outcome.py).
+
+HiCacheError
+├── ConfigError          a setting is unknown, malformed or contradicts another: stops start-up
+│   └── SpecError        a CacheSpec, group or field describes something that cannot exist
+├── UsageError           the engine called the API in a way that would corrupt: refused before anything changed
+│   ├── HandleError      a released, stale or foreign handle was used
+│   └── StateNotCommitted  a snapshot was asked for where the state is not at a committed boundary
+├── L3Error              L3 did not do what was asked; the executor turns every one into a counted miss
+│   ├── L3Unavailable    unreachable, breaker open, deadline passed, connection lost
+│   └── L3Refused        hicached answered with a typed refusal (token, namespace, version, size, frame)
+└── BackendError         a backend cannot be opened or can no longer be used at all
+    └── StorageInUse     another live process owns the directory or the socket
+"""
+
+from __future__ import annotations
+
+
+class HiCacheError(Exception):
+    """Base of every error that hicache raises on purpose."""
+
+
+class ConfigError(HiCacheError):
+    """A setting stops start-up. Names the setting, its value, and what would be right."""
+
+    def __init__(self, setting: str, value: object, expected: str) -> None:
+        super().__init__(f"{setting} = {value!r}: expected {expected}")
+        self.setting = setting
+        self.value = value
+        self.expected = expected
+
+
+class SpecError(ConfigError):
+    """A cache description is impossible or contradicts itself."""
+
+
+class UsageError(HiCacheError):
+    """A call that would have corrupted something was refused; nothing changed."""
+
+
+class HandleError(UsageError):
+    """A handle was released twice, is stale, or belongs to something else."""
+
+
+class StateNotCommitted(UsageError):
+    """The live state is not at a committed page boundary, so no snapshot of it may exist."""
+
+
+class L3Error(HiCacheError):
+    """L3 did not do what was asked."""
+
+
+class L3Unavailable(L3Error):
+    """hicached cannot be reached, did not answer in time, or the circuit breaker is open."""
+
+
+class L3Refused(L3Error):
+    """hicached refused with a reason that will not change by trying again."""
+
+    def __init__(self, code: str, detail: str) -> None:
+        super().__init__(f"{code}: {detail}")
+        self.code = code
+        self.detail = detail
+
+
+class BackendError(HiCacheError):
+    """A backend cannot be opened, or is broken as a whole."""
+
+
+class StorageInUse(BackendError):
+    """Another live process holds the directory or the socket."""
+
+    def __init__(self, resource: str, holder: str) -> None:
+        super().__init__(f"{resource} is in use by {holder}; stop it or choose another one")
+        self.resource = resource
+        self.holder = holder

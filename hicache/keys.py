@@ -1,0 +1,128 @@
+"""Block keys: what a page of tokens is called, so that equal bytes meet and unequal ones never do."""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from hashlib import blake2b
+from typing import Literal, TypeAlias
+
+import numpy as np
+import xxhash
+from numpy.typing import NDArray
+
+from hicache.errors import ConfigError, UsageError
+
+KeyHash: TypeAlias = Literal["blake2b", "xxh3_128"]
+FieldValue: TypeAlias = bool | int | str | bytes | None
+Tokens: TypeAlias = Sequence[int] | NDArray[np.integer]
+
+KEY_HASHES: tuple[KeyHash, ...] = ("blake2b", "xxh3_128")
+
+_ROOT = b"hicache.root.v1"
+_PAGE = b"hicache.page.v1"
+_DIGEST = b"hicache.digest1"
+_OBJECT_SUFFIX = struct.Struct(">HH")
+
+
+def encode_fields(fields: Iterable[tuple[str, FieldValue]]) -> bytes:
+    """An injective encoding: every field carries its name, its type and its length.
+
+    Absent (``None``), empty and zero differ, ``True`` differs from ``1``, ``"1"`` from ``1`` and from ``b"1"``, and
+    no concatenation of fields reads like another one. The order given is the order encoded.
+    """
+    parts: list[bytes] = []
+    for name, value in fields:
+        tag, raw = _encode_value(name, value)
+        name_raw = name.encode()
+        parts += (struct.pack("<I", len(name_raw)), name_raw, tag, struct.pack("<Q", len(raw)), raw)
+    return b"".join(parts)
+
+
+def _encode_value(name: str, value: FieldValue) -> tuple[bytes, bytes]:
+    match value:
+        case None:
+            return b"n", b""
+        case bool():
+            return b"t", b"\x01" if value else b"\x00"
+        case int():
+            return b"i", str(value).encode()
+        case str():
+            return b"s", value.encode()
+        case bytes():
+            return b"b", value
+        case _:
+            raise UsageError(f"identity field {name!r} is a {type(value).__name__}; use None, bool, int, str or bytes")
+
+
+def digest_fields(fields: Iterable[tuple[str, FieldValue]]) -> bytes:
+    """32-byte BLAKE2b of ``encode_fields(fields)``."""
+    return blake2b(encode_fields(fields), digest_size=32, person=_DIGEST).digest()
+
+
+class BlockKeys:
+    """Makes the block keys of one namespace.
+
+    ``root = H(namespace | salt | extras)`` and ``key_i = H(key_{i-1} | tokens of page i)``, full pages only. BLAKE2b is
+    used in its keyed mode, with the previous key as the key, and gives 32 bytes; ``xxh3_128`` gives 16 and is for one
+    trusted tenant only.
+    """
+
+    def __init__(self, namespace: bytes, *, page_tokens: int, key_hash: KeyHash = "blake2b") -> None:
+        if key_hash not in KEY_HASHES:
+            raise ConfigError("key_hash", key_hash, f"one of {', '.join(KEY_HASHES)}")
+        if page_tokens < 1:
+            raise ConfigError("page_tokens", page_tokens, "at least 1")
+        self.namespace = namespace
+        self.page_tokens = page_tokens
+        self.key_hash = key_hash
+        self.key_bytes = 32 if key_hash == "blake2b" else 16
+
+    def root(self, *, salt: bytes | None = None, extras: Mapping[str, FieldValue] | None = None) -> bytes:
+        """The parent of a sequence's first page. ``extras`` (LoRA id, multimodal hashes, ...) in any order."""
+        fields: list[tuple[str, FieldValue]] = [("namespace", self.namespace), ("salt", salt)]
+        fields += [(f"extra.{name}", value) for name, value in sorted((extras or {}).items())]
+        encoded = encode_fields(fields)
+        if self.key_hash == "blake2b":
+            return blake2b(encoded, digest_size=32, person=_ROOT).digest()
+        return xxhash.xxh3_128_digest(_ROOT + encoded)
+
+    def chain(self, tokens: Tokens, *, parent: bytes) -> list[bytes]:
+        """Keys of all full pages of ``tokens``, which follow ``parent`` (a root, or the key of the page before).
+
+        One call, linear in the number of tokens. Equal token ids give equal keys from a list, int32 or int64.
+        """
+        page_bytes = self.page_tokens * 8
+        raw = token_array(tokens).data.cast("B")
+        ends = range(page_bytes, len(raw) + 1, page_bytes)
+        keys: list[bytes] = []
+        key = parent
+        if self.key_hash == "blake2b":
+            for end in ends:
+                key = blake2b(raw[end - page_bytes : end], digest_size=32, key=key, person=_PAGE).digest()
+                keys.append(key)
+        else:
+            for end in ends:
+                key = xxhash.xxh3_128_digest(key + raw[end - page_bytes : end])
+                keys.append(key)
+        return keys
+
+
+def token_array(tokens: Tokens) -> NDArray[np.int64]:
+    """Token ids as a contiguous little-endian int64 vector. Raises UsageError for anything that is not that."""
+    array = np.asarray(tokens)
+    if array.size == 0 and array.ndim == 1:
+        return np.empty(0, dtype="<i8")
+    if array.ndim != 1 or array.dtype.kind not in "iu":
+        raise UsageError(f"token ids must be a flat sequence of integers, not {array.dtype} of shape {array.shape}")
+    if array.dtype.kind == "u" and array.dtype.itemsize == 8 and array.size and int(array.max()) > 2**63 - 1:
+        raise UsageError(f"token id {int(array.max())} does not fit into a signed 64-bit integer")
+    return np.ascontiguousarray(array, dtype="<i8")
+
+
+def object_key(block_key: bytes, *, group: int, shard: int) -> bytes:
+    """The L3 name of one group's bytes for one page and one shard: block key, group index, shard index (both uint16).
+
+    The namespace digest inside the block key fixes what the two indices mean.
+    """
+    return block_key + _OBJECT_SUFFIX.pack(group, shard)

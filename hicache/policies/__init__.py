@@ -1,0 +1,1 @@
+"""Policies: small interchangeable decisions, the same classes in production and in the benchmarks."""

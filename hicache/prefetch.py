@@ -1,0 +1,258 @@
+"""The prefetcher: brings what L3 has of a prompt into L2, in page order, and keeps account of every token found."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hicache.index import Entry, Index, Node, Tier
+from hicache.jobbook import JobBook, Outcomes, batches
+from hicache.jobs import FetchJob, LookupItem, LookupJob, TransferItem
+from hicache.outcome import Outcome
+from hicache.slots import slot_of
+from hicache.stats import DirectoryStats
+
+Part = tuple[int, int]  # (page, group)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefetchLimits:
+    """Bounds of the way up. ``l2_share`` is the part of each L2 pool that may be arriving at a time."""
+
+    has_l3: bool
+    page_tokens: int
+    threshold_tokens: int = 256
+    l2_share: float = 0.5
+    job_items_max: int = 16
+
+
+@dataclass(slots=True, eq=False)
+class Prefetch:
+    """One request's prefetch.
+
+    pages    [0, base) usable before | [base, planned) promised | [planned, found) dropped for want of room
+             published in page order: next_page
+    """
+
+    keys: Sequence[bytes]
+    base_pages: int = 0
+    planned_pages: int = 0
+    next_page: int = 0
+    settled: bool = False
+    concluded: bool = False  # the request has taken what it could, or is gone
+    handles: dict[Part, int] = field(default_factory=dict)
+    arrived: dict[Part, Outcome] = field(default_factory=dict)
+    pins: list[Entry] = field(default_factory=list)
+    fetched: set[Part] = field(default_factory=set)
+    fault: Outcome | None = None  # the first one
+
+
+class Prefetcher:
+    """Looks up, plans once over all groups and tiers, fetches, and publishes page by page.
+
+    A page is published in L2 when every object of it that was asked for is settled and its full-attention objects are
+    there; a page after one that failed is not published, since it could not be reached.
+    """
+
+    def __init__(self, index: Index, jobs: JobBook, limits: PrefetchLimits, stats: DirectoryStats) -> None:
+        self._index = index
+        self._jobs = jobs
+        self._limits = limits
+        self._stats = stats
+        self._arriving = [0] * len(index.pools[Tier.L2])  # L2 slots reserved for what is on its way, by group
+
+    def start(self, keys: Sequence[bytes]) -> Prefetch:
+        """Begin for a prompt with these restorable pages. The result may be settled at once, with nothing to gain."""
+        prefetch = Prefetch(keys)
+        local = self._index.rule.usable(self._index.masks(keys))
+        reason = self._reason_to_decline(len(keys), local)
+        if reason is not None:
+            self._stats.prefetch_declined[reason] += 1
+            prefetch.settled = True
+            return prefetch
+        parts = self._missing(keys, beyond=local)
+        items = tuple(LookupItem(group, keys[page]) for page, group in parts)
+        self._jobs.emit(
+            lambda job_id: LookupJob(job_id, items),
+            lambda outcomes: self._looked_up(prefetch, parts, outcomes),
+            one_rank=True,
+        )
+        return prefetch
+
+    def conclude(self, prefetch: Prefetch, *, used_pages: int, reason: str) -> None:
+        """The request takes a prefix of ``used_pages`` and waits no longer; the rest is dropped, by ``reason``.
+
+        What is still on its way is published when it arrives, for whoever comes next. Idempotent.
+        """
+        if prefetch.concluded:
+            return
+        prefetch.concluded = True
+        promised = prefetch.planned_pages - prefetch.base_pages
+        used = min(max(used_pages - prefetch.base_pages, 0), promised)
+        if not prefetch.settled:
+            reason = "late"
+        elif prefetch.fault is not None:
+            reason = prefetch.fault.name.lower()
+        self._stats.prefetch_in_flight -= promised * self._limits.page_tokens
+        self._stats.prefetch_used += used * self._limits.page_tokens
+        self._drop(promised - used, reason)
+        self._index.unpin_all(prefetch.pins)
+
+    def _reason_to_decline(self, page_count: int, local: int) -> str | None:
+        if not self._limits.has_l3:
+            return "no_l3"
+        if page_count == local:
+            return "nothing_to_gain"
+        if (page_count - local) * self._limits.page_tokens < self._limits.threshold_tokens:
+            return "below_threshold"
+        return None
+
+    def _missing(self, keys: Sequence[bytes], *, beyond: int) -> list[Part]:
+        """Objects not resident here that some boundary after ``beyond`` pages needs."""
+        rule, nodes = self._index.rule, self._index.nodes
+        firsts = [rule.first_needed(group, beyond + 1) for group in range(len(self._arriving))]
+        parts: list[Part] = []
+        for page, key in enumerate(keys):
+            node = nodes.get(key)
+            resident = 0 if node is None else node.resident
+            parts += [
+                (page, group) for group, first in enumerate(firsts) if page >= first and not resident >> group & 1
+            ]
+        return parts
+
+    def _looked_up(self, prefetch: Prefetch, parts: Sequence[Part], outcomes: Outcomes) -> None:
+        self._stats.count("lookup", (group for _, group in parts), outcomes)
+        if prefetch.concluded:
+            prefetch.settled = True
+            return
+        remote = [0] * len(prefetch.keys)
+        for (page, group), outcome in zip(parts, outcomes, strict=True):
+            if outcome.is_ok:
+                remote[page] |= 1 << group
+            elif outcome is Outcome.ABSENT:
+                node = self._index.nodes.get(prefetch.keys[page])
+                if node is not None:
+                    node.in_l3 &= ~(1 << group)
+            else:
+                prefetch.fault = prefetch.fault or outcome
+        self._plan(prefetch, remote)
+
+    def _plan(self, prefetch: Prefetch, remote: list[int]) -> None:
+        """Choose the longest prefix over all tiers, cut it to what L2 has room for, and fetch what it lacks."""
+        keys, rule = prefetch.keys, self._index.rule
+        local = [self._resident(key) for key in keys]
+        stops = rule.legal_stops(here | there for here, there in zip(local, remote, strict=True))
+        base = rule.usable(local)
+        found = stops[-1] if stops else 0
+        if found <= base:
+            prefetch.settled = True
+            return
+        self._stats.prefetch_found += (found - base) * self._limits.page_tokens
+        planned, taken = self._reserve(prefetch, [stop for stop in stops if stop > base], local)
+        prefetch.base_pages, prefetch.planned_pages = base, max(planned, base)
+        self._stats.prefetch_in_flight += (prefetch.planned_pages - base) * self._limits.page_tokens
+        self._drop(found - prefetch.planned_pages, "no_host_capacity")
+        prefetch.settled = not taken
+        for batch in batches(taken, self._limits.job_items_max):
+            self._fetch(prefetch, batch)
+
+    def _resident(self, key: bytes) -> int:
+        node = self._index.nodes.get(key)
+        return 0 if node is None else node.resident
+
+    def _reserve(self, prefetch: Prefetch, stops: list[int], local: list[int]) -> tuple[int, list[Part]]:
+        """Room in L2 for the longest of ``stops`` that has it: its length and the parts to fetch, or ``(0, [])``.
+
+        What the plan uses of this engine's own copies is pinned, so that making room cannot break it.
+        """
+        budgets = [self._budget(group) for group in range(len(self._arriving))]
+        candidates = self._index.rule.fitting(stops, local, budgets)
+        while candidates:
+            stop = candidates.pop()
+            needed = self._index.rule.needed(stop)
+            missing = [(page, group) for page, group in needed if not local[page] >> group & 1]
+            present = [(page, group) for page, group in needed if local[page] >> group & 1]
+            pins = [self._index.pin(self._index.nearest(prefetch.keys[page], group)) for page, group in present]
+            if self._acquire(prefetch, missing):
+                prefetch.pins += pins
+                return stop, missing
+            self._index.unpin_all(pins)
+            del candidates[len(candidates) * 3 // 4 :]  # few attempts, and no more than a quarter too short
+        return 0, []
+
+    def _budget(self, group: int) -> int:
+        capacity = self._index.pools[Tier.L2][group].capacity
+        share = max(1, int(self._limits.l2_share * capacity)) - self._arriving[group]
+        return min(share, self._index.room(Tier.L2, group))
+
+    def _acquire(self, prefetch: Prefetch, parts: Sequence[Part]) -> bool:
+        taken: dict[Part, int] = {}
+        for group in range(len(self._arriving)):
+            wanted = [part for part in parts if part[1] == group]
+            handles = self._index.acquire(Tier.L2, group, len(wanted))
+            if handles is None:
+                for (_, taken_group), handle in taken.items():
+                    self._index.release(Tier.L2, taken_group, [handle])
+                return False
+            taken.update(zip(wanted, handles, strict=True))
+        prefetch.handles = taken
+        for _, group in parts:
+            self._arriving[group] += 1
+        return True
+
+    def _fetch(self, prefetch: Prefetch, parts: Sequence[Part]) -> None:
+        items = tuple(
+            TransferItem(group, prefetch.keys[page], slot_of(prefetch.handles[page, group])) for page, group in parts
+        )
+        self._jobs.emit(
+            lambda job_id: FetchJob(job_id, items), lambda outcomes: self._fetched(prefetch, parts, outcomes)
+        )
+
+    def _fetched(self, prefetch: Prefetch, parts: Sequence[Part], outcomes: Outcomes) -> None:
+        self._stats.count("fetch", (group for _, group in parts), outcomes)
+        for part, outcome in zip(parts, outcomes, strict=True):
+            self._arriving[part[1]] -= 1
+            prefetch.arrived[part] = outcome
+            if not outcome.is_ok:
+                prefetch.fault = prefetch.fault or outcome
+        self._publish_in_order(prefetch)
+        prefetch.settled = len(prefetch.arrived) == len(prefetch.handles)
+
+    def _publish_in_order(self, prefetch: Prefetch) -> None:
+        while prefetch.next_page < prefetch.planned_pages:
+            page = prefetch.next_page
+            parts = [(page, group) for group in range(len(self._arriving)) if (page, group) in prefetch.handles]
+            if any(part not in prefetch.arrived for part in parts):
+                return
+            if parts:
+                self._publish_page(prefetch, page, parts)
+            prefetch.next_page += 1
+
+    def _publish_page(self, prefetch: Prefetch, page: int, parts: Sequence[Part]) -> None:
+        good = [part for part in parts if prefetch.arrived[part].is_ok]
+        node = self._reachable_node(prefetch, page, good)
+        for part in parts:
+            group, handle = part[1], prefetch.handles[part]
+            if node is None or part not in good or node.entries[Tier.L2][group] is not None:
+                self._index.release(Tier.L2, group, [handle])
+                continue
+            entry = self._index.publish(node, Tier.L2, group, handle)
+            node.in_l3 |= 1 << group
+            prefetch.fetched.add(part)
+            if not prefetch.concluded:
+                prefetch.pins.append(self._index.pin(entry))
+
+    def _reachable_node(self, prefetch: Prefetch, page: int, good: Sequence[Part]) -> Node | None:
+        """The node to publish under; None when its parent, or a full-attention object of its own, is not here."""
+        nodes, full = self._index.nodes, self._index.rule.full_mask
+        parent = nodes.get(prefetch.keys[page - 1]) if page else None
+        if page and full and (parent is None or parent.resident & full != full):
+            return None
+        present = self._resident(prefetch.keys[page]) | sum(1 << group for _, group in good)
+        if not good or present & full != full:
+            return None
+        return self._index.obtain(prefetch.keys, page)
+
+    def _drop(self, pages: int, reason: str) -> None:
+        if pages:
+            self._stats.prefetch_dropped[reason] += pages * self._limits.page_tokens

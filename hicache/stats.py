@@ -1,0 +1,38 @@
+"""What the directory counts. Tokens and objects only ever move from one counter to another: sums are conserved."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hicache.outcome import Outcome
+
+
+@dataclass(slots=True)
+class DirectoryStats:
+    """Counters since start.
+
+    ``tokens_requested == sum(tokens_by_source.values())`` once every request has been loaded, and
+    ``prefetch_found == prefetch_used + sum(prefetch_dropped.values()) + prefetch_in_flight`` at every moment (tokens).
+    """
+
+    object_bytes: tuple[int, ...]  # payload bytes of one object, by group
+    requests: int = 0
+    tokens_requested: int = 0
+    tokens_by_source: Counter[str] = field(default_factory=Counter)  # l1, l2, l3, computed
+    prefetch_found: int = 0
+    prefetch_used: int = 0
+    prefetch_in_flight: int = 0
+    prefetch_dropped: Counter[str] = field(default_factory=Counter)  # tokens by reason
+    prefetch_declined: Counter[str] = field(default_factory=Counter)  # requests by reason
+    objects: Counter[str] = field(default_factory=Counter)  # "<leg>.<outcome>", such as "fetch.corrupt"
+    bytes_moved: Counter[str] = field(default_factory=Counter)  # payload bytes of the objects that went well, by leg
+    skipped: Counter[str] = field(default_factory=Counter)  # backups and snapshots not taken, by reason
+
+    def count(self, leg: str, groups: Iterable[int], outcomes: Iterable[Outcome]) -> None:
+        """Objects that went, or did not go, over ``leg``: backup, store, fetch, load, restore, snapshot, lookup, ..."""
+        for group, outcome in zip(groups, outcomes, strict=True):
+            self.objects[f"{leg}.{outcome.name.lower()}"] += 1
+            if outcome.is_ok and leg != "lookup":
+                self.bytes_moved[leg] += self.object_bytes[group]

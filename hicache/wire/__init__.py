@@ -1,0 +1,1 @@
+"""The gRPC messages of hicached: generated, see `make stubs`."""

@@ -1,0 +1,159 @@
+"""The writer: copies what L1 publishes down to L2, and from there to L3, ancestors first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from hicache.index import Entry, Index, Node, Tier
+from hicache.jobbook import JobBook, Outcomes, batches
+from hicache.jobs import CopyItem, CopyJob, CopyKind, StoreJob, TransferItem
+from hicache.policies.write import WritePolicy
+from hicache.slots import slot_of
+from hicache.stats import DirectoryStats
+
+
+@dataclass(frozen=True, slots=True)
+class WriterLimits:
+    """Bounds of the way down. ``store_share`` is the part of each L2 pool that may be on its way to L3 at a time."""
+
+    has_l2: bool
+    has_l3: bool
+    job_items_max: int = 32
+    store_share: float = 0.5
+
+
+@dataclass(frozen=True, slots=True)
+class _PageCopy:
+    node: Node
+    sources: tuple[Entry, ...]  # pinned until the copy ends
+    targets: tuple[int, ...]  # L2 handles
+
+
+class Writer:
+    """All groups of a page go down together: the page is published in L2 when each of them has arrived, or not at all.
+
+    A page goes down only after its parent (or with it, in order), so that L3 holds no page that cannot be reached.
+    """
+
+    def __init__(
+        self, index: Index, jobs: JobBook, policy: WritePolicy, limits: WriterLimits, stats: DirectoryStats
+    ) -> None:
+        self._index = index
+        self._jobs = jobs
+        self._policy = policy
+        self._limits = limits
+        self._stats = stats
+        self._storing = [0] * len(index.pools[Tier.L2])  # L2 slots on their way to L3, by group
+
+    def write(self, path: Iterable[Node]) -> int:
+        """Send down what of these consecutive pages is not below yet. Returns how many need no more looking at.
+
+        Stops at the first page that finds no room, or whose parent is not below: a later call tries again.
+        """
+        copies: list[_PageCopy] = []
+        stores: list[Node] = []
+        done = 0
+        for node in path if self._limits.has_l2 else ():
+            if not self._is_parent_below(node):
+                break
+            wanted = node.masks[Tier.L1] & ~(node.masks[Tier.L2] | node.copying | node.in_l3)
+            if wanted and self._policy.backs_up(node.key):
+                copy = self._prepare(node, wanted)
+                if copy is None:
+                    self._stats.skipped["backup.no_host_capacity"] += 1
+                    break
+                copies.append(copy)
+            if node.masks[Tier.L2] & ~(node.in_l3 | node.storing):
+                stores.append(node)
+            done += 1
+        for batch in batches(copies, self._limits.job_items_max):
+            self._copy_down(batch)
+        self._store(stores)
+        return done
+
+    def _is_parent_below(self, node: Node) -> bool:
+        parent, full = node.parent, self._index.rule.full_mask
+        return parent is None or (parent.masks[Tier.L2] | parent.copying | parent.in_l3) & full == full
+
+    def _prepare(self, node: Node, wanted: int) -> _PageCopy | None:
+        """Room in L2 for the groups in ``wanted``, all or none, with their sources pinned."""
+        sources = tuple(
+            self._index.pin(entry) for entry in node.entries[Tier.L1] if entry is not None and wanted >> entry.group & 1
+        )
+        targets: list[int] = []
+        for entry in sources:
+            handles = self._index.acquire(Tier.L2, entry.group, 1)
+            if handles is None:
+                for source, handle in zip(sources, targets, strict=False):
+                    self._index.release(Tier.L2, source.group, [handle])
+                self._index.unpin_all(list(sources))
+                return None
+            targets += handles
+        node.copying |= wanted
+        return _PageCopy(node, sources, tuple(targets))
+
+    def _copy_down(self, copies: Sequence[_PageCopy]) -> None:
+        items = tuple(
+            CopyItem(source.group, slot_of(source.handle), slot_of(target))
+            for copy in copies
+            for source, target in zip(copy.sources, copy.targets, strict=True)
+        )
+        self._jobs.emit(
+            lambda job_id: CopyJob(job_id, CopyKind.BACKUP, items), lambda outcomes: self._copied(copies, outcomes)
+        )
+
+    def _copied(self, copies: Sequence[_PageCopy], outcomes: Outcomes) -> None:
+        position = 0
+        stores: list[Node] = []
+        for copy in copies:
+            page_outcomes = outcomes[position : position + len(copy.sources)]
+            position += len(copy.sources)
+            self._stats.count("backup", (source.group for source in copy.sources), page_outcomes)
+            if self._land(copy, complete=all(outcome.is_ok for outcome in page_outcomes)):
+                stores.append(copy.node)
+        self._store(stores)
+
+    def _land(self, copy: _PageCopy, *, complete: bool) -> bool:
+        for source, target in zip(copy.sources, copy.targets, strict=True):
+            copy.node.copying &= ~(1 << source.group)
+            if complete and copy.node.entries[Tier.L2][source.group] is None:
+                self._index.publish(copy.node, Tier.L2, source.group, target)
+            else:
+                self._index.release(Tier.L2, source.group, [target])
+        self._index.unpin_all(list(copy.sources))
+        return complete
+
+    def _store(self, nodes: Sequence[Node]) -> None:
+        """Send to L3 what L2 has of ``nodes``, as far as the share of L2 allows."""
+        if not self._limits.has_l3:
+            return
+        entries = [entry for node in nodes for entry in self._storable(node)]
+        for batch in batches(entries, self._limits.job_items_max):
+            self._send(batch)
+
+    def _send(self, entries: Sequence[Entry]) -> None:
+        items = tuple(TransferItem(entry.group, entry.node.key, slot_of(entry.handle)) for entry in entries)
+        self._jobs.emit(lambda job_id: StoreJob(job_id, items), lambda outcomes: self._stored(entries, outcomes))
+
+    def _storable(self, node: Node) -> Iterator[Entry]:
+        for entry in node.entries[Tier.L2]:
+            if entry is None or (node.in_l3 | node.storing) >> entry.group & 1:
+                continue
+            limit = max(1, int(self._limits.store_share * self._index.pools[Tier.L2][entry.group].capacity))
+            if self._storing[entry.group] >= limit:
+                self._stats.skipped["store.share_of_l2_used_up"] += 1
+                continue
+            self._storing[entry.group] += 1
+            node.storing |= 1 << entry.group
+            yield self._index.pin(entry)
+
+    def _stored(self, entries: Sequence[Entry], outcomes: Outcomes) -> None:
+        self._stats.count("store", (entry.group for entry in entries), outcomes)
+        for entry, outcome in zip(entries, outcomes, strict=True):
+            node, bit = entry.node, 1 << entry.group
+            self._storing[entry.group] -= 1
+            node.storing &= ~bit
+            if outcome.is_ok:
+                node.in_l3 |= bit
+            self._index.unpin(entry)
