@@ -1,1 +1,45 @@
-"""hicache: a hierarchical KV-cache storage service for LLM inference."""
+"""hicache: a hierarchical KV-cache storage service for LLM inference.
+
+``from hicache import HiCache, CacheSpec, PagedGroup, StateGroup, StateField``. Names are loaded when they are first
+used: importing hicache loads neither torch nor gRPC.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from hicache.cache import HiCache, Hit, Request, Restored
+    from hicache.errors import ConfigError, HiCacheError, StateNotCommitted, UsageError
+    from hicache.policies.prefetch import PrefetchPolicy
+    from hicache.spec import CacheSpec, PagedGroup, StateField, StateGroup
+
+__all__ = [
+    "CacheSpec",
+    "ConfigError",
+    "HiCache",
+    "HiCacheError",
+    "Hit",
+    "PagedGroup",
+    "PrefetchPolicy",
+    "Request",
+    "Restored",
+    "StateField",
+    "StateGroup",
+    "StateNotCommitted",
+    "UsageError",
+]
+
+_MODULES = {
+    **dict.fromkeys(("HiCache", "Hit", "Request", "Restored"), "hicache.cache"),
+    **dict.fromkeys(("ConfigError", "HiCacheError", "StateNotCommitted", "UsageError"), "hicache.errors"),
+    "PrefetchPolicy": "hicache.policies.prefetch",
+    **dict.fromkeys(("CacheSpec", "PagedGroup", "StateField", "StateGroup"), "hicache.spec"),
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module 'hicache' has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)
