@@ -1,0 +1,198 @@
+"""One session with hicached: agreed on, kept by an open stream, and over when the stream is."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import grpc
+import msgspec
+
+from hicache.client.address import DaemonAddress
+from hicache.client.fault import Fault, FaultKind, call, fault_of
+from hicache.client.memory_link import MemoryLink
+from hicache.spec import CacheSpec
+from hicache.wire import hicached_pb2 as wire
+from hicache.wire.hicached_pb2_grpc import HiCachedStub
+from hicache.wire.protocol import (
+    FRAME_OVERHEAD_BYTES,
+    KEY_BYTES_MAX,
+    MESSAGE_BYTES_MAX,
+    PROTOCOL_VERSION,
+    RefusalCode,
+    message_bytes_needed,
+)
+
+READER_JOIN_S = 2.0  # a cancelled stream ends at once; longer means that gRPC itself hangs, and nobody waits for that
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Who the client says it is, and what it needs from a session."""
+
+    hello: wire.Hello
+    object_bytes_max: int  # the largest object of the cache description
+
+    @classmethod
+    def of(cls, spec: CacheSpec, *, token: str, client_name: str = "") -> Identity:
+        """The identity of an engine that caches ``spec``. ``client_name`` is for logs and status pages."""
+        return cls(
+            wire.Hello(
+                protocol_version=PROTOCOL_VERSION,
+                token=token,
+                namespace_digest=spec.namespace,
+                namespace_descriptor=msgspec.msgpack.encode(spec.descriptor),
+                client_name=client_name or f"{socket.gethostname()}:{os.getpid()}",
+            ),
+            object_bytes_max=max(spec.object_bytes),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SessionLimits:
+    """What both sides can take. Counts and bytes are at least 1."""
+
+    object_bytes_max: int
+    batch_keys_max: int
+    batch_bytes_max: int
+    frame_bytes_max: int
+    lease_ms_max: int
+    key_bytes_max: int
+
+
+class Session:
+    """An agreed session. Its end, however it comes, is told once to ``on_end``, from another thread."""
+
+    def __init__(self, address: DaemonAddress, identity: Identity, *, on_end: Callable[[], None]) -> None:
+        """Ask for a session; use ``open``, which waits for the answer."""
+        self._on_end = on_end
+        self._goodbye = threading.Event()
+        self._channel = grpc.insecure_channel(address.target, options=address.channel_options)
+        self.stub = HiCachedStub(self._channel)
+        self._answered = threading.Event()
+        self._fault: Fault | None = None
+        self.welcome = wire.Welcome()
+        self.limits = SessionLimits(1, 1, 1, 1, 0, KEY_BYTES_MAX)
+        self.link: MemoryLink | None = None  # the registered memory, while there is any
+        self.can_share_memory = False  # whether it is worth trying to register the memory
+        self.stream_reason = ""  # why bulk goes through streams; empty while it need not
+        self.answered_at_s = 0.0
+        self._stream = self.stub.Session(self._requests(identity.hello))
+        self._reader = threading.Thread(target=self._read, name="hicache-l3-session", daemon=True)
+        self._reader.start()
+
+    @classmethod
+    def open(
+        cls, address: DaemonAddress, identity: Identity, *, timeout_s: float, on_end: Callable[[], None]
+    ) -> Session | Fault:
+        """Agree on a session, or say why there is none. Blocks for at most about ``timeout_s``."""
+        session = cls(address, identity, on_end=on_end)
+        fault = session._agree(identity, timeout_s=timeout_s)
+        if fault is None:
+            return session
+        session.close()
+        return fault
+
+    @property
+    def secret(self) -> bytes:
+        """Authenticates every call of the session."""
+        return self.welcome.session_secret
+
+    @property
+    def fault(self) -> Fault | None:
+        """Why the session is over; None while it lives."""
+        return self._fault
+
+    def ping(self, *, timeout_s: float) -> Fault | None:
+        """Whether hicached answers and still knows the session; None means yes."""
+        reply = call(self.stub.Stats, wire.StatsRequest(session_secret=self.secret), timeout_s=timeout_s)
+        fault = reply if isinstance(reply, Fault) else None
+        if fault is None or fault.is_answer:
+            self.answered_at_s = time.monotonic()
+        return fault
+
+    def close(self) -> None:
+        """End the session. Calls that run on it end at once, without an answer. Idempotent."""
+        self._goodbye.set()
+        if self.link is not None:
+            self.link.detach()
+        self._stream.cancel()
+        self._channel.close()
+        if self._reader is not threading.current_thread():
+            self._reader.join(READER_JOIN_S)
+
+    def _agree(self, identity: Identity, *, timeout_s: float) -> Fault | None:
+        if not self._answered.wait(timeout_s):
+            return Fault(FaultKind.DEADLINE, "NO_WELCOME", f"hicached did not answer within {timeout_s:g} s")
+        if self._fault is not None:
+            return self._fault
+        self.answered_at_s = time.monotonic()
+        limits = _agreed_limits(self.welcome.limits, identity)
+        if isinstance(limits, Fault):
+            return limits
+        self.limits = limits
+        return None
+
+    def _requests(self, hello: wire.Hello) -> Iterator[wire.SessionRequest]:
+        yield wire.SessionRequest(hello=hello)
+        self._goodbye.wait()
+
+    def _read(self) -> None:
+        fault = Fault(FaultKind.LOST, "SESSION_ENDED", "hicached ended the session")
+        try:
+            for event in self._stream:
+                if not self._answered.is_set():
+                    self.welcome = event.welcome
+                    self._answered.set()
+        except grpc.RpcError as error:
+            fault = fault_of(error)
+        self._fault = fault
+        self._answered.set()
+        with contextlib.suppress(Exception):  # nobody is there to hear it
+            self._on_end()
+
+
+def _agreed_limits(limits: wire.Limits, identity: Identity) -> SessionLimits | Fault:
+    """The limits of the session, or which of them cannot work: found when connecting, not at the first big page."""
+    if not (limits.object_bytes_max and limits.batch_keys_max and limits.batch_bytes_max and limits.frame_bytes_max):
+        return _unusable("BAD_LIMITS", "hicached named a limit of zero")
+    if limits.frame_bytes_max + FRAME_OVERHEAD_BYTES > MESSAGE_BYTES_MAX:
+        return _unusable(
+            "BAD_LIMITS", f"frames of {limits.frame_bytes_max} bytes do not fit into messages of {MESSAGE_BYTES_MAX}"
+        )
+    object_bytes_max = min(limits.object_bytes_max, limits.batch_bytes_max)
+    if identity.object_bytes_max > object_bytes_max:
+        return _unusable(
+            "OBJECT_TOO_LARGE",
+            f"this cache has objects of {identity.object_bytes_max} bytes and hicached takes {object_bytes_max}:"
+            " raise its object_bytes_max and batch_bytes_max, or use fewer page_tokens",
+        )
+    return SessionLimits(
+        object_bytes_max=object_bytes_max,
+        batch_keys_max=_keys_that_fit(limits.batch_keys_max),
+        batch_bytes_max=limits.batch_bytes_max,
+        frame_bytes_max=limits.frame_bytes_max,
+        lease_ms_max=limits.lease_ms_max,
+        key_bytes_max=limits.key_bytes_max or KEY_BYTES_MAX,
+    )
+
+
+def _keys_that_fit(batch_keys_max: int) -> int:
+    """No more keys than one message can carry, whatever the daemon would take."""
+    while message_bytes_needed(batch_keys_max=batch_keys_max, frame_bytes_max=1) > MESSAGE_BYTES_MAX:
+        batch_keys_max //= 2
+    return batch_keys_max
+
+
+def _unusable(code: str, detail: str) -> Fault:
+    return Fault(FaultKind.REFUSED, code, detail, is_lasting=True)
+
+
+def is_session_lost(fault: Fault) -> bool:
+    """Whether hicached no longer knows the session."""
+    return fault.code == RefusalCode.UNKNOWN_SESSION

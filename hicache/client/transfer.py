@@ -1,0 +1,100 @@
+"""One get or put of a batch of objects: what became of each item, and who says when their bytes are free again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from enum import StrEnum
+
+from hicache.client.batch import decode_outcomes, item_batches, unfit_outcome
+from hicache.client.fault import Fault, FaultKind, call
+from hicache.client.memory_link import MemoryLink
+from hicache.client.session import Session, SessionLimits
+from hicache.l3 import Done, L3Item
+from hicache.outcome import Outcome
+from hicache.wire import hicached_pb2 as wire
+from hicache.wire.protocol import pack_keys
+
+
+class Direction(StrEnum):
+    """Which way the bytes go; also the name of the operation in counters."""
+
+    GET = "get"  # L3 -> L2
+    PUT = "put"  # L2 -> L3
+
+
+class Transfer:
+    """The items of one call. Made, filled and settled by one thread, then perhaps settled by the memory watch.
+
+    ``done`` is called exactly once, by ``settle``, with the outcomes as they are then.
+    """
+
+    def __init__(
+        self,
+        direction: Direction,
+        items: Sequence[L3Item],
+        *,
+        timeout_s: float,
+        done: Done,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.direction = direction
+        self.items = items
+        self.outcomes: list[Outcome | None] = [None] * len(items)
+        self._deadline_s = clock() + timeout_s
+        self._clock = clock
+        self._done = done
+
+    @property
+    def left_s(self) -> float:
+        """Time left for the whole call; not above 0 when it is over."""
+        return self._deadline_s - self._clock()
+
+    @property
+    def pending(self) -> list[int]:
+        """Positions of the items without an outcome."""
+        return [position for position, outcome in enumerate(self.outcomes) if outcome is None]
+
+    def sort_out_unfit(self, *, limits: SessionLimits, memory_bytes: int) -> None:
+        """Give every item that cannot be sent its outcome."""
+        for position, item in enumerate(self.items):
+            self.outcomes[position] = unfit_outcome(item, limits=limits, memory_bytes=memory_bytes)
+
+    def fail(self, outcome: Outcome) -> None:
+        """Give every item that has no outcome yet this one."""
+        self.outcomes = [outcome if known is None else known for known in self.outcomes]
+
+    def settle(self) -> None:
+        """Tell the caller. Nobody touches the items' bytes any more."""
+        self._done([Outcome.IO_ERROR if outcome is None else outcome for outcome in self.outcomes])
+
+
+def through_memory(session: Session, link: MemoryLink, transfer: Transfer) -> Fault | None:
+    """Let hicached move the bytes itself, batch after batch, until all are done or one is not answered.
+
+    Returns the fault that ended it. Unless that ``leaves_bytes_alone``, the bytes of the call are in doubt: hicached
+    says DEADLINE of an object while a thread of its own may still be moving it, so that is an answer and doubt at once.
+    """
+    method = session.stub.Get if transfer.direction is Direction.GET else session.stub.Put
+    for batch in item_batches(transfer.items, transfer.pending, limits=session.limits):
+        items = [transfer.items[position] for position in batch]
+        keys, key_bytes = pack_keys([item.key for item in items])
+        request = wire.TransferRequest(
+            session_secret=session.secret,
+            region_id=link.region_id,
+            keys=keys,
+            key_bytes=key_bytes,
+            offsets=[item.offset for item in items],
+            sizes=[item.size_bytes for item in items],
+        )
+        reply = call(method, request, timeout_s=transfer.left_s)
+        if isinstance(reply, Fault):
+            return reply
+        for position, outcome in zip(batch, decode_outcomes(reply.outcomes, count=len(batch)), strict=True):
+            transfer.outcomes[position] = outcome
+        late = reply.outcomes.count(Outcome.DEADLINE)
+        if late:
+            return Fault(
+                FaultKind.DEADLINE, "NOT_IN_TIME", f"hicached did not move {late} of {len(batch)} objects in time"
+            )
+    return None

@@ -1,0 +1,367 @@
+"""A small hicached: the protocol for real over a dict, with faults that a test turns on. Never the product."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import mmap
+import os
+import socket
+import struct
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent import futures
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import grpc
+
+from hicache.checksum import payload_checksum
+from hicache.outcome import Outcome
+from hicache.wire import hicached_pb2 as wire
+from hicache.wire.hicached_pb2_grpc import HiCachedServicer, add_HiCachedServicer_to_server
+from hicache.wire.protocol import (
+    MEMORY_ACCEPTED,
+    MEMORY_HELLO,
+    MEMORY_REFUSED,
+    MEMORY_STATUS_OK,
+    MEMORY_STATUS_REFUSED,
+    MESSAGE_BYTES_MAX,
+    PROTOCOL_VERSION,
+    server_options,
+    split_keys,
+)
+
+MIB = 1 << 20
+
+
+@dataclass
+class Faults:
+    """Hooks into the daemon; each default does nothing."""
+
+    before_reply: Callable[[str], None] = lambda operation: None  # may block: a late or missing answer
+    before_bytes: Callable[[str], None] = lambda operation: None  # before registered memory is touched
+    frames: Callable[[list[wire.Frame]], list[wire.Frame]] = lambda frames: frames  # of one GetStream
+    frames_end: Callable[[grpc.ServicerContext], None] = lambda context: None  # after the last frame
+    refuse: dict[str, tuple[grpc.StatusCode, str]] = field(default_factory=dict)  # by operation
+    refuse_memory: str = ""
+    late: Callable[[str], threading.Event | None] = lambda operation: None  # answer DEADLINE now, move bytes when set
+
+
+class Region:
+    """A client's mapped memory. ``wait_untouched`` returns when no transfer holds it any more."""
+
+    def __init__(self, mapping: mmap.mmap) -> None:
+        self.mapping = mapping
+        self._changed = threading.Condition()
+        self._holds = 0
+        self._is_detached = False
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[bool]:
+        with self._changed:
+            is_held = not self._is_detached
+            self._holds += is_held
+        try:
+            yield is_held
+        finally:
+            with self._changed:
+                self._holds -= is_held
+                self._changed.notify_all()
+
+    def detach(self) -> None:
+        with self._changed:
+            self._is_detached = True
+            self._changed.wait_for(lambda: not self._holds)
+        self.mapping.close()
+
+
+class SmallDaemon(HiCachedServicer):
+    """Serves until ``stop``. ``objects`` is the store, shared by daemons that are started one after another."""
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        objects: dict[bytes, bytes] | None = None,
+        token: str = "",
+        tcp: bool = False,
+        has_memory_socket: bool = True,
+        limits: wire.Limits | None = None,
+    ) -> None:
+        self.folder = folder
+        self.objects = {} if objects is None else objects
+        self.token = token
+        self.faults = Faults()
+        self.limits = limits or wire.Limits(
+            object_bytes_max=64 * MIB,
+            batch_keys_max=4096,
+            batch_bytes_max=256 * MIB,
+            frame_bytes_max=MIB,
+            lease_ms_max=60_000,
+            key_bytes_max=112,
+        )
+        self.requests: dict[str, list[object]] = {}
+        self.active_streams = 0
+        self.sessions: dict[bytes, list[Region]] = {}
+        self._regions: dict[int, Region] = {}
+        self._region_count = 0
+        self._lock = threading.Lock()
+        self._has_memory_socket = has_memory_socket
+        self.memory_path = str(folder / "memory.sock")
+        self._memory_listener: socket.socket | None = None
+        self._server = grpc.server(
+            futures.ThreadPoolExecutor(64),
+            options=server_options(message_bytes_max=MESSAGE_BYTES_MAX, keepalive_ms=20_000),
+        )
+        add_HiCachedServicer_to_server(self, self._server)
+        self.address = self._bind(tcp=tcp)
+
+    def start(self) -> SmallDaemon:
+        if self._has_memory_socket:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self.memory_path)
+            self._memory_listener = socket.socket(socket.AF_UNIX)
+            self._memory_listener.bind(self.memory_path)
+            self._memory_listener.listen(16)
+            threading.Thread(target=self._accept, args=(self._memory_listener,), daemon=True).start()
+        self._server.start()
+        return self
+
+    def stop(self) -> None:
+        """As a daemon that ends in good order; memory connections end when their regions are untouched."""
+        if self._memory_listener is not None:
+            self._memory_listener.shutdown(socket.SHUT_RDWR)
+            self._memory_listener.close()
+            self._memory_listener = None
+        self._server.stop(grace=0).wait(10)
+
+    def _bind(self, *, tcp: bool) -> str:
+        if tcp:
+            return f"tcp://127.0.0.1:{self._server.add_insecure_port('127.0.0.1:0')}"
+        path = self.folder / "hicached.sock"
+        path.unlink(missing_ok=True)
+        self._server.add_insecure_port(f"unix:{path}")
+        return f"unix://{path}"
+
+    # the service
+
+    def Session(
+        self, request_iterator: Iterator[wire.SessionRequest], context: grpc.ServicerContext
+    ) -> Iterator[wire.SessionEvent]:
+        hello = next(request_iterator).hello
+        self._note("session", hello, context)
+        if hello.token != self.token:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "BAD_TOKEN: no tenant has this token")
+        if hello.protocol_version != PROTOCOL_VERSION:
+            context.abort(grpc.StatusCode.FAILED_PRECONDITION, "PROTOCOL_VERSION: this daemon speaks another one")
+        secret = os.urandom(32)
+        self.sessions[secret] = []
+        try:
+            yield wire.SessionEvent(
+                welcome=wire.Welcome(
+                    session_id=len(self.sessions),
+                    session_secret=secret,
+                    tenant="default",
+                    memory_socket=self.memory_path if self._has_memory_socket else "",
+                    limits=self.limits,
+                    store_id=b"s" * 16,
+                    daemon_version="small",
+                )
+            )
+            for _ in request_iterator:
+                pass
+        except grpc.RpcError:
+            pass
+        finally:
+            self.sessions.pop(secret, None)
+
+    def Lookup(self, request: wire.LookupRequest, context: grpc.ServicerContext) -> wire.LookupReply:
+        self._note("lookup", request, context)
+        self._authenticate(request.session_secret, context)
+        keys = split_keys(request.keys, request.key_bytes)
+        if len(keys) > self.limits.batch_keys_max:
+            context.abort(grpc.StatusCode.RESOURCE_EXHAUSTED, "BATCH_TOO_LARGE: too many keys")
+        self.faults.before_reply("lookup")
+        outcomes = bytes(Outcome.OK if key in self.objects else Outcome.ABSENT for key in keys)
+        return wire.LookupReply(outcomes=outcomes, lease_id=1)
+
+    def Get(self, request: wire.TransferRequest, context: grpc.ServicerContext) -> wire.TransferReply:
+        return self._transfer("get", request, context, self._read_one)
+
+    def Put(self, request: wire.TransferRequest, context: grpc.ServicerContext) -> wire.TransferReply:
+        return self._transfer("put", request, context, self._write_one)
+
+    def GetStream(self, request: wire.StreamGetRequest, context: grpc.ServicerContext) -> Iterator[wire.Frame]:
+        self._note("get_stream", request, context)
+        self._authenticate(request.session_secret, context)
+        frames: list[wire.Frame] = []
+        for index, (key, size) in enumerate(
+            zip(split_keys(request.keys, request.key_bytes), request.sizes, strict=True)
+        ):
+            frames += self._frames_of(index, key, size)
+        self.active_streams += 1
+        try:
+            yield from self.faults.frames(frames)
+            self.faults.frames_end(context)
+        finally:
+            self.active_streams -= 1
+
+    def PutStream(self, request_iterator: Iterator[wire.Frame], context: grpc.ServicerContext) -> wire.TransferReply:
+        self._note("put_stream", None, context)
+        outcomes: list[Outcome] = []
+        payload = bytearray()
+        key, size = b"", 0
+        for position, frame in enumerate(request_iterator):
+            if position == 0:
+                self._authenticate(frame.session_secret, context)
+            if frame.key:
+                key, size = frame.key, frame.size
+                payload.clear()
+            assert len(frame.payload) <= self.limits.frame_bytes_max
+            payload += frame.payload
+            if frame.last:
+                is_whole = len(payload) == size and payload_checksum(key, bytes(payload)) == frame.checksum
+                outcomes.append(self._store(key, bytes(payload)) if is_whole else Outcome.CORRUPT)
+        self.faults.before_reply("put_stream")
+        return wire.TransferReply(outcomes=bytes(outcomes))
+
+    def Delete(self, request: wire.KeysRequest, context: grpc.ServicerContext) -> wire.TransferReply:
+        self._note("delete", request, context)
+        self._authenticate(request.session_secret, context)
+        keys = split_keys(request.keys, request.key_bytes)
+        dropped = [self.objects.pop(key, None) for key in keys]
+        return wire.TransferReply(outcomes=bytes(Outcome.ABSENT if it is None else Outcome.OK for it in dropped))
+
+    def Lease(self, request: wire.LeaseRequest, context: grpc.ServicerContext) -> wire.LeaseReply:
+        self._note("lease", request, context)
+        self._authenticate(request.session_secret, context)
+        return wire.LeaseReply(held=request.lease_id == 1)
+
+    def Stats(self, request: wire.StatsRequest, context: grpc.ServicerContext) -> wire.StatsReply:
+        self._note("stats", request, context)
+        self._authenticate(request.session_secret, context)
+        self.faults.before_reply("stats")
+        return wire.StatsReply(objects=len(self.objects))
+
+    # inside
+
+    def _note(self, operation: str, request: object, context: grpc.ServicerContext) -> None:
+        with self._lock:
+            self.requests.setdefault(operation, []).append(request)
+        if operation in self.faults.refuse:
+            context.abort(*self.faults.refuse[operation])
+
+    def _authenticate(self, secret: bytes, context: grpc.ServicerContext) -> None:
+        if secret not in self.sessions:
+            context.abort(grpc.StatusCode.UNAUTHENTICATED, "UNKNOWN_SESSION: this daemon did not open it")
+
+    def _transfer(
+        self,
+        operation: str,
+        request: wire.TransferRequest,
+        context: grpc.ServicerContext,
+        move: Callable[[mmap.mmap, bytes, int, int], Outcome],
+    ) -> wire.TransferReply:
+        self._note(operation, request, context)
+        self._authenticate(request.session_secret, context)
+        region = self._regions.get(request.region_id)
+        if region is None:
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "UNKNOWN_REGION: it was detached")
+            raise AssertionError("abort raises")
+        keys = split_keys(request.keys, request.key_bytes)
+        late = self.faults.late(operation)
+        holding = threading.Event()
+        outcomes: list[Outcome] = []
+
+        def work() -> None:
+            with region.held() as is_held:
+                holding.set()
+                if late is not None:
+                    late.wait(30)
+                self.faults.before_bytes(operation)
+                for key, offset, size in zip(keys, request.offsets, request.sizes, strict=True):
+                    outcomes.append(move(region.mapping, key, offset, size) if is_held else Outcome.CANCELLED)
+
+        if late is not None:
+            threading.Thread(target=work, daemon=True).start()
+            holding.wait(10)
+            return wire.TransferReply(outcomes=bytes([Outcome.DEADLINE] * len(keys)))
+        work()
+        self.faults.before_reply(operation)
+        return wire.TransferReply(outcomes=bytes(outcomes))
+
+    def _read_one(self, mapping: mmap.mmap, key: bytes, offset: int, size: int) -> Outcome:
+        payload = self.objects.get(key)
+        if payload is None:
+            return Outcome.ABSENT
+        if len(payload) != size:
+            return Outcome.SIZE_MISMATCH
+        mapping[offset : offset + size] = payload
+        return Outcome.OK
+
+    def _write_one(self, mapping: mmap.mmap, key: bytes, offset: int, size: int) -> Outcome:
+        return self._store(key, mapping[offset : offset + size])
+
+    def _store(self, key: bytes, payload: bytes) -> Outcome:
+        if key in self.objects:
+            return Outcome.EXISTS
+        self.objects[key] = payload
+        return Outcome.OK
+
+    def _frames_of(self, index: int, key: bytes, size: int) -> list[wire.Frame]:
+        payload = self.objects.get(key)
+        if payload is None or len(payload) != size:
+            return [wire.Frame(index=index, outcome=Outcome.ABSENT if payload is None else Outcome.SIZE_MISMATCH)]
+        step = self.limits.frame_bytes_max
+        frames = [wire.Frame(index=index, payload=payload[start : start + step]) for start in range(0, size, step)]
+        frames[-1].last, frames[-1].checksum = True, payload_checksum(key, payload)
+        return frames
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                connection, _ = listener.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._serve_memory, args=(connection,), daemon=True).start()
+
+    def _serve_memory(self, connection: socket.socket) -> None:
+        with connection:
+            hello, descriptors, _, _ = socket.recv_fds(connection, MEMORY_HELLO.size, 1)
+            secret, size_bytes = MEMORY_HELLO.unpack(hello)
+            with contextlib.ExitStack() as opened:
+                for descriptor in descriptors:
+                    opened.callback(os.close, descriptor)
+                if self.faults.refuse_memory or secret not in self.sessions:
+                    reason = (self.faults.refuse_memory or "unknown session").encode()
+                    connection.sendall(MEMORY_REFUSED.pack(MEMORY_STATUS_REFUSED, len(reason)) + reason)
+                    return
+                region = Region(mmap.mmap(descriptors[0], size_bytes))
+            with self._lock:
+                self._region_count += 1
+                region_id = self._region_count
+                self._regions[region_id] = region
+            with contextlib.suppress(OSError):
+                connection.sendall(MEMORY_ACCEPTED.pack(MEMORY_STATUS_OK, region_id))
+                while connection.recv(1):
+                    pass
+            del self._regions[region_id]
+            region.detach()
+
+
+def main() -> None:
+    """A small daemon as a process of its own, for what only a process can suffer. Ends with its standard input."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--folder", type=Path, required=True)
+    arguments = parser.parse_args()
+    daemon = SmallDaemon(arguments.folder).start()
+    sys.stdout.buffer.write(struct.pack("<I", len(daemon.address)) + daemon.address.encode())
+    sys.stdout.buffer.flush()
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
