@@ -1,0 +1,99 @@
+"""The copies of one rank between its pools, by group and slot: what the executor asks for, whoever does it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from hicache.errors import UsageError
+from hicache.kernels.reference import (
+    clear_states,
+    copy_states,
+    gather_pages,
+    gather_states,
+    scatter_pages,
+    scatter_states,
+)
+from hicache.pools.l1 import L1Pool
+from hicache.pools.l2 import L2Pool
+from hicache.spec import CacheSpec, PagedGroup
+
+
+class Copies(Protocol):
+    """Each call copies ``sources[i]`` to ``targets[i]`` for every i, of one group.
+
+    Called from two threads: ``backup`` from one, the others from the engine's. On an accelerator a call may return when
+    its copies are enqueued on the current stream. Raises for whatever went wrong: some targets may have been written
+    then, and nothing in them may be used.
+    """
+
+    name: str
+
+    def backup(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """L1 -> L2; of a state its persistent fields."""
+        ...
+
+    def load(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """L2 -> L1; the transient fields of a state are emptied."""
+        ...
+
+    def snapshot(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """L1 -> L1: the persistent fields of live states; the transient ones of the targets keep what they had."""
+        ...
+
+    def restore(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """L1 -> L1: the persistent fields of snapshots; the transient fields of the targets are emptied."""
+        ...
+
+    def reset(self, group: int, targets: Sequence[int]) -> None:
+        """Empty all fields of states."""
+        ...
+
+
+class ReferenceCopies:
+    """Copies in plain torch, on any device."""
+
+    name = "reference"
+
+    def __init__(self, spec: CacheSpec, l1: L1Pool, l2: L2Pool | None) -> None:
+        self._l1 = l1
+        self._l2 = l2  # its views are made for each call: none keeps the memory alive after the pool was closed
+        self._is_paged = [isinstance(group, PagedGroup) for group in spec.groups]
+
+    def backup(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See Copies."""
+        if self._is_paged[group]:
+            gather_pages(self._l1.pages(group), self._objects(group), sources=sources, targets=targets)
+        else:
+            fields = self._l1.fields(group, transient=False)
+            gather_states(fields, self._objects(group), sources=sources, targets=targets)
+
+    def load(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See Copies."""
+        if self._is_paged[group]:
+            scatter_pages(self._objects(group), self._l1.pages(group), sources=sources, targets=targets)
+        else:
+            fields = self._l1.fields(group, transient=False)
+            scatter_states(self._objects(group), fields, sources=sources, targets=targets)
+            clear_states(self._l1.fields(group, transient=True), slots=targets)
+
+    def snapshot(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See Copies."""
+        copy_states(self._l1.fields(group, transient=False), sources=sources, targets=targets)
+
+    def restore(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """See Copies."""
+        copy_states(self._l1.fields(group, transient=False), sources=sources, targets=targets)
+        clear_states(self._l1.fields(group, transient=True), slots=targets)
+
+    def reset(self, group: int, targets: Sequence[int]) -> None:
+        """See Copies."""
+        for transient in (False, True):
+            clear_states(self._l1.fields(group, transient=transient), slots=targets)
+
+    def _objects(self, group: int) -> torch.Tensor:
+        if self._l2 is None:
+            raise UsageError("there is no L2 to copy from or to")
+        return self._l2.view(group)

@@ -1,0 +1,348 @@
+"""The executor of one rank: does the jobs of the directory with the rank's pools and L3, and decides nothing."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+from hicache.copies import Copies, ReferenceCopies
+from hicache.copy_order import CopyOrder, Wait, copy_order_for
+from hicache.errors import ConfigError
+from hicache.jobs import Completion, CopyItem, CopyJob, CopyKind, FetchJob, Job, LookupJob
+from hicache.l3 import L3
+from hicache.lane import Lane, Task
+from hicache.notices import Notices
+from hicache.outcome import Outcome
+from hicache.pending import PendingJob
+from hicache.pools.l1 import L1Pool
+from hicache.pools.l2 import L2Pool
+from hicache.spec import CacheSpec
+from hicache.transfers import Transfers
+
+_LOG = logging.getLogger(__name__)
+_KINDS = ("load", "backup", "lookup", "fetch", "store")  # load: all copies into L1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExecutorLimits:
+    """Bounds of an executor. Deadlines count from ``submit``: time in a queue is time that the request waited."""
+
+    open_jobs_max: int = (
+        1024  # per kind (load, backup, lookup, fetch, store): queued, worked on, or with bytes in doubt
+    )
+    lookup_threads: int = 2
+    fetch_threads: int = 4
+    store_threads: int = 2
+    batch_keys_max: int = 64  # one call to L3: small enough that a job's first pages do not wait for its last
+    batch_bytes_max: int = 64 * 1024 * 1024
+    lookup_keys_max: int = 1024
+    lookup_timeout_s: float = 2.0
+    fetch_timeout_s: float = 10.0
+    store_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for limit in fields(self):
+            value = getattr(self, limit.name)
+            if value <= 0:
+                raise ConfigError(f"executor.{limit.name}", value, "more than 0")
+
+
+class Executor:
+    """Completes every job exactly once, whatever happens, and never raises into the engine for a fault.
+
+    SNAPSHOT, RESTORE, RESET and LOAD run in the thread that submits them, so that what this thread computes next sees
+    them; BACKUP runs in a copy thread after what this thread had asked compute to do; jobs for L3 run in threads of
+    their own kind. Outcomes that are made here: IO_ERROR for a copy or call that raised, BAD_RANGE for a slot or group
+    that does not exist, UNAVAILABLE without L3, DEADLINE for what was not begun in time, REFUSED when too many jobs of
+    the kind are open, CANCELLED for jobs given up by ``close`` or submitted after it.
+
+    Sources and targets are the executor's from ``submit`` until the job's completion.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        l1: L1Pool,
+        l2: L2Pool | None,
+        l3: L3 | None,
+        *,
+        on_complete: Callable[[Completion], None],
+        shard: int = 0,
+        limits: ExecutorLimits | None = None,
+        copies: Copies | None = None,
+        order: CopyOrder | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """``on_complete`` is called from any thread, also from within ``submit`` and ``close``; it should not block.
+
+        The executor closes ``l3`` when it is closed: what is in flight ends with it. The pools stay their owner's, who
+        closes them later.
+        """
+        self._limits = limits or ExecutorLimits()
+        self._copies = copies or ReferenceCopies(spec, l1, l2)
+        self._order = order or copy_order_for(l1.device)
+        self._l3 = l3
+        self._on_complete = on_complete
+        self._clock = clock
+        self._notices = Notices(_LOG, clock=clock)
+        self._faults: Counter[str] = Counter()
+        self._lock = threading.Lock()
+        self._settled = threading.Condition(self._lock)
+        self._open: dict[str, set[PendingJob]] = {kind: set() for kind in _KINDS}
+        self._is_closing = False
+        self._close_lock = threading.Lock()
+        self._closed_cleanly: bool | None = None
+        self._transfers = None if l3 is None else self._transfers_of(l3, spec, l2, shard)
+        self._lanes = self._make_lanes()
+        via = "no L3" if l3 is None else f"L3 through {type(l3).__name__}"
+        self.description = f"copies: {self._copies.name} on {self._order.name}; {via}"
+        _LOG.info("%s; %s", "no L2" if l2 is None else l2.description, self.description)
+
+    def submit(self, job: Job) -> None:
+        """Take a job. Never raises, and blocks only for the copies that run in this thread."""
+        kind = _kind_of(job)
+        pending = PendingJob(job.job_id, len(job.items), kind=kind, clock=self._clock, finish=self._finish)
+        refusal = self._admit(pending)
+        if refusal is not None or not job.items:
+            pending.settle_rest(refusal or Outcome.OK)
+        elif isinstance(job, CopyJob):
+            self._submit_copies(job, pending)
+        elif self._transfers is None:
+            pending.settle_rest(Outcome.UNAVAILABLE)
+        else:
+            self._lanes[kind].submit(self._transfer_task(self._transfers, job, pending))
+
+    def faults(self) -> dict[str, int]:
+        """How often what went wrong since start, by a name such as ``copy.load`` or ``l3.get``. Thread-safe."""
+        with self._lock:
+            return dict(self._faults)
+
+    def open_jobs(self) -> dict[str, int]:
+        """Jobs by kind (load, backup, lookup, fetch, store) that have not completed. Thread-safe."""
+        with self._lock:
+            return {kind: len(jobs) for kind, jobs in self._open.items()}
+
+    def close(self, *, timeout_s: float = 5.0) -> bool:
+        """Give up what has not begun, let what has begun end, and close L3. Idempotent.
+
+        Every open job has completed when it returns. Returns False when after ``timeout_s`` somebody may still touch
+        memory of the pools: jobs then complete as CANCELLED all the same, and their slots must not be used again.
+        """
+        with self._close_lock:
+            if self._closed_cleanly is None:
+                self._closed_cleanly = self._close(time.monotonic() + timeout_s)
+            return self._closed_cleanly
+
+    def _close(self, until_s: float) -> bool:
+        with self._lock:
+            self._is_closing = True
+            waiting = self._all_open()
+        if self._transfers is not None:
+            self._transfers.stop()
+        for pending in waiting:
+            pending.give_up_unstarted(Outcome.CANCELLED)
+        for lane in self._lanes.values():
+            lane.stop()
+        l3_closed = self._close_l3(until_s)
+        with self._lock:
+            self._settled.wait_for(lambda: not self._all_open(), timeout=max(0.0, until_s - time.monotonic()))
+            left = self._all_open()
+        for pending in left:
+            pending.settle_rest(Outcome.CANCELLED)
+        if left:
+            self._fault("close", "%d jobs had not ended when the executor was closed", len(left))
+        joined = [lane.join(timeout_s=max(0.0, until_s - time.monotonic())) for lane in self._lanes.values()]
+        return l3_closed and not left and all(joined)
+
+    def _all_open(self) -> list[PendingJob]:
+        """Call with the lock held."""
+        return [pending for jobs in self._open.values() for pending in jobs]
+
+    def _close_l3(self, until_s: float) -> bool:
+        """Close L3 in a thread, since it may hang. Returns whether it has ended."""
+        if self._l3 is None:
+            return True
+        closing = threading.Thread(target=self._try_close, args=(self._l3,), name="hicache-l3-close", daemon=True)
+        closing.start()
+        closing.join(max(0.0, until_s - time.monotonic()))
+        return not closing.is_alive()
+
+    def _try_close(self, l3: L3) -> None:
+        try:
+            l3.close()
+        except Exception as error:
+            self._fault("l3.close", "closing L3 failed: %r", error)
+
+    def _transfers_of(self, l3: L3, spec: CacheSpec, l2: L2Pool | None, shard: int) -> Transfers:
+        if l2 is None:
+            raise ConfigError("l2", None, "a pool when there is an L3, which reads and writes its slots")
+        if not 0 <= shard < spec.shard_count:
+            raise ConfigError("shard", shard, f"one of the {spec.shard_count} shards, from 0")
+        return Transfers(
+            l3,
+            spec,
+            offset=l2.offset,
+            shard=shard,
+            batch_keys_max=self._limits.batch_keys_max,
+            batch_bytes_max=self._limits.batch_bytes_max,
+            lookup_keys_max=self._limits.lookup_keys_max,
+            clock=self._clock,
+            fault=self._fault,
+        )
+
+    def _make_lanes(self) -> dict[str, Lane]:
+        threads = {"load": 1, "backup": 1}
+        if self._l3 is not None:
+            limits = self._limits
+            threads |= {"lookup": limits.lookup_threads, "fetch": limits.fetch_threads, "store": limits.store_threads}
+        return {kind: Lane(kind, thread_count=count) for kind, count in threads.items()}
+
+    def _admit(self, pending: PendingJob) -> Outcome | None:
+        """Count a job as open. Returns why it is refused, if it is."""
+        with self._lock:
+            jobs = self._open[pending.kind]
+            is_full = len(jobs) >= self._limits.open_jobs_max
+            jobs.add(pending)
+            if self._is_closing:
+                return Outcome.CANCELLED
+            return Outcome.REFUSED if is_full else None
+
+    def _finish(self, pending: PendingJob, completion: Completion) -> None:
+        try:
+            self._on_complete(completion)
+        except Exception as error:
+            self._fault("on_complete", "job %d: the listener failed: %r", completion.job_id, error)
+        with self._lock:
+            self._open[pending.kind].discard(pending)
+            self._settled.notify_all()
+
+    def _fault(self, name: str, message: str, *values: object) -> None:
+        with self._lock:
+            self._faults[name] += 1
+        self._notices.warning(name, message, *values)
+
+    def _transfer_task(self, transfers: Transfers, job: Job, pending: PendingJob) -> Task:
+        limits = self._limits
+        submitted_at_s = self._clock()
+
+        def task() -> None:
+            if not pending.start():
+                return
+            if isinstance(job, LookupJob):
+                transfers.lookup(job, pending, deadline_s=submitted_at_s + limits.lookup_timeout_s)
+            elif isinstance(job, FetchJob):
+                transfers.fetch(job, pending, deadline_s=submitted_at_s + limits.fetch_timeout_s)
+            else:
+                assert not isinstance(job, CopyJob)
+                transfers.store(job, pending, deadline_s=submitted_at_s + limits.store_timeout_s)
+
+        return task
+
+    def _submit_copies(self, job: CopyJob, pending: PendingJob) -> None:
+        if job.kind is CopyKind.BACKUP:
+            self._submit_backup(job, pending)
+        elif job.kind is CopyKind.LOAD:
+            self._load(job, pending)
+        elif pending.start():  # within L1: in the order of compute itself
+            outcomes: list[Outcome] = []
+            self._copy(job, outcomes)
+            pending.settle(range(len(outcomes)), outcomes)
+
+    def _submit_backup(self, job: CopyJob, pending: PendingJob) -> None:
+        try:
+            mark = self._order.mark()
+        except Exception as error:
+            self._copy_fault(job.kind, error)
+            pending.settle_rest(Outcome.IO_ERROR)
+            return
+
+        def task() -> None:
+            if not pending.start():
+                return
+            outcomes: list[Outcome] = []
+            try:
+                self._order.run_after(mark, lambda: self._copy(job, outcomes))
+            except Exception as error:
+                self._copy_fault(job.kind, error)
+                pending.settle_rest(Outcome.IO_ERROR)
+            else:
+                pending.settle(range(len(outcomes)), outcomes)
+
+        self._lanes["backup"].submit(task)
+
+    def _load(self, job: CopyJob, pending: PendingJob) -> None:
+        if not pending.start():
+            return
+        outcomes: list[Outcome] = []
+        try:
+            wait = self._order.run_before_compute(lambda: self._copy(job, outcomes))
+        except Exception as error:
+            self._copy_fault(job.kind, error)
+            pending.settle_rest(Outcome.IO_ERROR)
+            return
+        if wait is None:
+            pending.settle(range(len(outcomes)), outcomes)
+        else:
+            arrival = self._arrival_task(job, pending, wait, outcomes)
+            if not self._lanes["load"].submit(arrival):
+                arrival()
+
+    def _arrival_task(self, job: CopyJob, pending: PendingJob, wait: Wait, outcomes: list[Outcome]) -> Task:
+        """Complete a load when its bytes have arrived: its sources must stay until then."""
+
+        def task() -> None:
+            try:
+                wait()
+            except Exception as error:
+                self._copy_fault(job.kind, error)
+                pending.settle_rest(Outcome.IO_ERROR)
+            else:
+                pending.settle(range(len(outcomes)), outcomes)
+
+        return task
+
+    def _copy(self, job: CopyJob, outcomes: list[Outcome]) -> None:
+        """Run the copies of a job group by group, and extend ``outcomes`` by one for each item.
+
+        One call copies a whole group, so when it fails no item of the group may be used.
+        """
+        by_group: dict[int, list[CopyItem]] = {}
+        for item in job.items:
+            by_group.setdefault(item.group, []).append(item)
+        failed: set[int] = set()
+        for group, items in by_group.items():
+            try:
+                self._copy_group(job.kind, group, items)
+            except Exception as error:
+                failed.add(group)
+                self._copy_fault(job.kind, error)
+        outcomes.extend(Outcome.IO_ERROR if item.group in failed else Outcome.OK for item in job.items)
+
+    def _copy_group(self, kind: CopyKind, group: int, items: list[CopyItem]) -> None:
+        sources, targets = [item.source for item in items], [item.target for item in items]
+        match kind:
+            case CopyKind.BACKUP:
+                self._copies.backup(group, sources, targets)
+            case CopyKind.LOAD:
+                self._copies.load(group, sources, targets)
+            case CopyKind.SNAPSHOT:
+                self._copies.snapshot(group, sources, targets)
+            case CopyKind.RESTORE:
+                self._copies.restore(group, sources, targets)
+            case CopyKind.RESET:
+                self._copies.reset(group, targets)
+
+    def _copy_fault(self, kind: CopyKind, error: Exception) -> None:
+        self._fault(f"copy.{kind}", "%s failed: %r", kind.value, error)
+
+
+def _kind_of(job: Job) -> str:
+    if isinstance(job, CopyJob):
+        return "backup" if job.kind is CopyKind.BACKUP else "load"
+    if isinstance(job, LookupJob):
+        return "lookup"
+    return "fetch" if isinstance(job, FetchJob) else "store"

@@ -1,0 +1,95 @@
+"""L2: the slots of every group in one piece of host memory, laid out so that an object is one extent."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+
+from hicache.errors import ConfigError
+from hicache.pools.dtypes import torch_dtype
+from hicache.pools.host_memory import HostMemory, available_memory_bytes
+from hicache.pools.l1 import page_shape
+from hicache.pools.registration import HostRegistrar, registrar_for
+from hicache.sizing import l2_size_bytes, slot_stride
+from hicache.spec import CacheSpec, PagedGroup
+
+
+class L2Pool:
+    """``slot_counts[group_index]`` slots for each group, group after group, each slot at a multiple of 4096 bytes.
+
+        [group 0: slot 0 | slot 1 | ... ][group 1: slot 0 | ...]      slot = object bytes, then padding
+
+    A page is ``[layers][planes][page_tokens][heads x head_dim]`` (page_first_direct), a state the bytes of its
+    persistent fields. It is a SharedMemory for L3 clients. Which slot holds what is not decided here.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        slot_counts: Sequence[int],
+        *,
+        device: str | torch.device = "cpu",
+        registrar: HostRegistrar | None = None,
+        available_bytes: int | None = None,
+    ) -> None:
+        """Reserve exactly the memory of the slots, zeroed, touched, and pinned if ``device`` (of L1) wants it.
+
+        ``registrar`` pins in the place of what ``device`` would choose. ``available_bytes`` bounds the size; None asks
+        the machine. Raises ConfigError, and then holds nothing.
+        """
+        if len(slot_counts) != len(spec.groups) or min(slot_counts) < 1:
+            raise ConfigError("l2 slot counts", tuple(slot_counts), f"at least 1 for each of {len(spec.groups)} groups")
+        self.spec = spec
+        self.slot_counts = tuple(slot_counts)
+        self.strides = tuple(slot_stride(size) for size in spec.object_bytes)
+        sizes = (count * stride for count, stride in zip(self.slot_counts, self.strides, strict=True))
+        self._starts = tuple(accumulate(sizes, initial=0))[:-1]
+        self._memory = HostMemory(
+            "hicache-l2",
+            l2_size_bytes(spec, slot_counts),
+            setting="l2_bytes",
+            available_bytes=available_memory_bytes() if available_bytes is None else available_bytes,
+            registrar=registrar or registrar_for(torch.device(device)),
+        )
+        self.size_bytes = self._memory.size_bytes
+        self.description = f"L2: {self._memory.description}"
+
+    @property
+    def fd(self) -> int:
+        """The memfd, for hicached to map. Raises UsageError after ``close``."""
+        return self._memory.fd
+
+    @property
+    def buffer(self) -> memoryview:
+        """All bytes, writable; a view keeps the mapping alive. Raises UsageError after ``close``."""
+        return self._memory.buffer
+
+    def offset(self, group: int, slot: int) -> int:
+        """Where the object in ``slot`` begins within the memory. Raises IndexError for a slot that does not exist."""
+        if not 0 <= group < len(self.slot_counts):
+            raise IndexError(f"group {group} is outside of [0, {len(self.slot_counts)})")
+        if not 0 <= slot < self.slot_counts[group]:
+            raise IndexError(f"slot {slot} of group {group} is outside of [0, {self.slot_counts[group]})")
+        return self._starts[group] + slot * self.strides[group]
+
+    def view(self, group: int) -> torch.Tensor:
+        """The slots of a group: pages [n_slots, layers, planes, page_tokens, heads, head_dim], or states as bytes
+        [n_slots, object_bytes]. It keeps the mapping alive. Raises IndexError, and UsageError after ``close``.
+        """
+        start, count, stride = self.offset(group, 0), self.slot_counts[group], self.strides[group]
+        slots = self._memory.tensor()[start : start + count * stride].view(count, stride)
+        objects = slots[:, : self.spec.object_bytes[group]]
+        described = self.spec.groups[group]
+        if not isinstance(described, PagedGroup):
+            return objects
+        shape = (len(described.layers), *page_shape(described, self.spec.page_tokens))
+        return objects.view(torch_dtype(described.dtype)).view(count, *shape)
+
+    def close(self) -> None:
+        """Unpin and let go of the memory, which is unmapped with the last view of it. Idempotent.
+
+        Only after the executor was closed: nothing may copy into or out of pinned memory any more.
+        """
+        self._memory.close()

@@ -1,0 +1,1 @@
+"""Copies between tensors: Triton kernels, each beside its plain torch reference."""

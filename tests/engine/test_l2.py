@@ -1,0 +1,338 @@
+"""L2: exactly the memory asked for, in one sealed memfd that leaves nothing behind."""
+
+from __future__ import annotations
+
+import fcntl
+import gc
+import mmap
+import os
+import resource
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from hicache.errors import ConfigError, UsageError
+from hicache.pools import L2Pool, registration
+from hicache.pools.host_memory import HostMemory, available_memory_bytes
+from hicache.pools.registration import CudaRegistrar, RegistrationFailed, registrar_for
+from hicache.sizing import l2_slot_counts
+from hicache.spec import CacheSpec, PagedGroup
+from tests.engine.specs import as_bytes, fill_with_noise, hybrid_spec, paged_spec
+
+MIB = 1 << 20
+
+
+class FakeRegistrar:
+    """Pins in name only, up to a limit."""
+
+    name = "fake"
+
+    def __init__(self, *, region_bytes_max: int = 1 << 40, counts_against_memlock: bool = False) -> None:
+        self.counts_against_memlock = counts_against_memlock
+        self.region_bytes_max = region_bytes_max
+        self.regions: dict[int, int] = {}
+        self.unregister_fails = False
+
+    def register(self, address: int, size_bytes: int) -> None:
+        if size_bytes > self.region_bytes_max:
+            raise RegistrationFailed(f"max_mr_size is {self.region_bytes_max}")
+        self.regions[address] = size_bytes
+
+    def unregister(self, address: int) -> None:
+        if self.unregister_fails:
+            raise RegistrationFailed("gone")
+        del self.regions[address]
+
+
+def mapped_pools() -> int:
+    return sum("hicache-l2" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def open_memfds() -> int:
+    links = (path for path in Path("/proc/self/fd").iterdir() if path.is_symlink())
+    targets = []
+    for link in links:
+        try:
+            targets.append(os.readlink(link))
+        except FileNotFoundError:
+            continue  # the descriptor of this very listing
+    return sum("hicache-l2" in target for target in targets)
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    gc.collect()
+    mapped, opened = mapped_pools(), open_memfds()
+    yield
+    gc.collect()
+    assert mapped_pools() <= mapped
+    assert open_memfds() <= opened
+
+
+def test_br_090_the_pool_takes_the_memory_that_was_asked_for_and_no_more() -> None:
+    """Just above a power of two, where a caching allocator would take twice as much."""
+    spec = paged_spec(heads=8, head_dim=64, page_tokens=16)
+    asked = 2 * 32 * MIB + 64 * 1024
+    pool = L2Pool(spec, l2_slot_counts(spec, asked, 0.0))
+    taken = os.fstat(pool.fd).st_blocks * 512
+    assert asked * 0.98 <= taken == pool.size_bytes <= asked
+    assert os.fstat(pool.fd).st_size == pool.size_bytes == len(pool.buffer)
+    pool.close()
+
+
+def test_every_page_is_touched_before_the_pool_is_ready() -> None:
+    """Also over several chunks, in parallel."""
+    memory = HostMemory("hicache-l2", 200 * MIB + 4096, setting="l2_bytes", available_bytes=1 << 40)
+    assert os.fstat(memory.fd).st_blocks * 512 == 200 * MIB + 4096
+    memory.close()
+
+
+def test_the_memfd_is_sealed_and_not_inherited_by_other_programs() -> None:
+    pool = L2Pool(paged_spec(), (8,))
+    seals = fcntl.fcntl(pool.fd, fcntl.F_GET_SEALS)
+    assert seals == fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+    for size in (4096, pool.size_bytes + 4096):
+        with pytest.raises(PermissionError):
+            os.ftruncate(pool.fd, size)
+    assert not os.get_inheritable(pool.fd)
+    pool.close()
+
+
+def test_what_another_mapping_of_the_memfd_writes_is_in_the_views() -> None:
+    pool = L2Pool(hybrid_spec(), (8, 9, 2))
+    theirs = mmap.mmap(pool.fd, pool.size_bytes)
+    start = pool.offset(2, 1)
+    theirs[start : start + 4] = b"mine"
+    assert as_bytes(pool.view(2)[1, :4]) == b"mine"
+    theirs.close()
+    pool.close()
+
+
+def test_br_100_br_149_slots_of_groups_of_different_sizes_lie_apart_and_aligned() -> None:
+    groups = tuple(
+        PagedGroup(str(width), (0, 1)[: index % 2 + 1], heads=1, head_dim=width, dtype="int8", planes=index % 2 + 1)
+        for index, width in enumerate((4, 3584, 64, 528, 1))
+    )
+    spec = CacheSpec("m", "1", groups, page_tokens=3)
+    counts = (3, 1, 4, 2, 5)
+    pool = L2Pool(spec, counts)
+    extents = sorted(
+        (pool.offset(group, slot), spec.object_bytes[group]) for group in range(5) for slot in range(counts[group])
+    )
+    assert all(start % 4096 == 0 for start, _ in extents)
+    ends = [start + size for start, size in extents]
+    assert all(end <= following for end, (following, _) in zip(ends, extents[1:], strict=False))
+    assert ends[-1] <= pool.size_bytes
+    for group in range(5):
+        fill_with_noise(pool.view(group).view(torch.uint8)[0], seed=group)
+    for group in range(5):
+        expected = torch.empty(spec.object_bytes[group], dtype=torch.uint8)
+        fill_with_noise(expected, seed=group)
+        start = pool.offset(group, 0)
+        assert bytes(pool.buffer[start : start + len(expected)]) == as_bytes(expected)
+    pool.close()
+
+
+@pytest.mark.parametrize(("group", "slot"), [(0, 8), (0, -1), (1, 0), (-1, 0)])
+def test_a_slot_that_does_not_exist_has_no_offset(group: int, slot: int) -> None:
+    pool = L2Pool(paged_spec(), (8,))
+    with pytest.raises(IndexError):
+        pool.offset(group, slot)
+    pool.close()
+
+
+@pytest.mark.parametrize("counts", [(8,), (8, 8, 0), (8, 8, 2, 1)])
+def test_slot_counts_that_do_not_match_the_groups_are_refused(counts: tuple[int, ...]) -> None:
+    with pytest.raises(ConfigError, match="l2 slot counts"):
+        L2Pool(hybrid_spec(), counts)
+
+
+def test_br_094_more_than_is_available_is_refused_with_the_numbers() -> None:
+    with pytest.raises(ConfigError, match=r"l2_bytes = 4096000: expected 1 to 950000 bytes \(95% of the 1000000 "):
+        L2Pool(paged_spec(), (1000,), available_bytes=1_000_000)
+
+
+def test_br_094_more_than_this_machine_has_is_refused_before_anything_is_reserved() -> None:
+    with pytest.raises(ConfigError, match="available"):
+        L2Pool(paged_spec(), (1 << 40,))
+
+
+def test_br_094_a_registrar_that_refuses_leaves_nothing_half_registered() -> None:
+    registrar = FakeRegistrar(region_bytes_max=MIB)
+    with pytest.raises(ConfigError, match=r"l2_bytes = 4194304: expected memory that fake can pin \(max_mr_size is"):
+        L2Pool(paged_spec(), (1024,), registrar=registrar)
+    assert not registrar.regions
+
+
+def test_br_094_a_locked_memory_limit_is_named_before_it_is_met() -> None:
+    limits = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    resource.setrlimit(resource.RLIMIT_MEMLOCK, (65536, limits[1]))
+    try:
+        registrar = FakeRegistrar(counts_against_memlock=True)
+        with pytest.raises(ConfigError, match=r"at most RLIMIT_MEMLOCK \(65536 bytes\).*ulimit -l"):
+            L2Pool(paged_spec(), (1024,), registrar=registrar)
+        assert not registrar.regions
+        registrar = FakeRegistrar()  # CUDA does not count against it
+        L2Pool(paged_spec(), (1024,), registrar=registrar).close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_MEMLOCK, limits)
+
+
+def test_memory_is_registered_whole_and_unregistered_once() -> None:
+    registrar = FakeRegistrar()
+    pool = L2Pool(paged_spec(), (16,), registrar=registrar)
+    assert list(registrar.regions.values()) == [pool.size_bytes]
+    assert "registered with fake" in pool.description
+    pool.close()
+    pool.close()
+    assert not registrar.regions
+
+
+def test_a_registration_that_cannot_be_undone_does_not_stop_close(caplog: pytest.LogCaptureFixture) -> None:
+    registrar = FakeRegistrar()
+    pool = L2Pool(paged_spec(), (16,), registrar=registrar)
+    registrar.unregister_fails = True
+    pool.close()
+    assert "stays pinned" in caplog.text
+
+
+def test_a_pool_that_is_forgotten_is_unregistered_and_unmapped() -> None:
+    registrar = FakeRegistrar()
+    pool = L2Pool(paged_spec(), (16,), registrar=registrar)
+    del pool
+    gc.collect()
+    assert not registrar.regions
+
+
+@pytest.mark.filterwarnings("ignore:.*multi-threaded")  # the child does nothing but close
+def test_a_forked_child_that_closes_does_not_close_for_its_parent() -> None:
+    registrar = FakeRegistrar()
+    pool = L2Pool(paged_spec(), (16,), registrar=registrar)
+    child = os.fork()
+    if child == 0:
+        pool.close()
+        os._exit(0 if registrar.regions else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    pool.view(0).zero_()
+    os.fstat(pool.fd)
+    pool.close()
+
+
+def test_a_tensor_that_outlives_the_pool_keeps_its_memory() -> None:
+    pool = L2Pool(paged_spec(), (16,))
+    pages, buffer = pool.view(0), pool.buffer
+    fill_with_noise(pages[3], seed=1)
+    before, pool_start = as_bytes(pages[3]), pool.offset(0, 3)
+    pool.close()
+    assert as_bytes(pages[3]) == before
+    del pages
+    assert bytes(buffer[pool_start : pool_start + len(before)]) == before
+
+
+def test_no_one_can_unmap_the_memory_under_a_tensor() -> None:
+    pool = L2Pool(paged_spec(), (16,))
+    mapping = pool.buffer.obj
+    pages = pool.view(0)
+    assert isinstance(mapping, mmap.mmap)
+    with pytest.raises(BufferError):
+        mapping.close()
+    pages.zero_()
+    pool.close()
+
+
+def test_a_closed_pool_gives_out_nothing_more() -> None:
+    pool = L2Pool(paged_spec(), (16,))
+    mapped = mapped_pools()
+    pool.close()
+    assert mapped_pools() == mapped - 1
+    for use in (lambda: pool.fd, lambda: pool.buffer, lambda: pool.view(0)):
+        with pytest.raises(UsageError, match="closed"):
+            use()
+
+
+def test_br_053_killed_processes_leave_nothing_in_shared_memory() -> None:
+    code = (
+        "import sys\n"
+        "from hicache.pools.host_memory import HostMemory\n"
+        "memory = HostMemory('hicache-l2', 1 << 20, setting='l2_bytes', available_bytes=1 << 30)\n"
+        "print('ready', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"ready\n"
+        during = os.listdir("/dev/shm")
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert not [name for name in (*during, *os.listdir("/dev/shm")) if "hicache" in name]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")
+def test_br_050_without_cuda_the_description_names_the_path_taken() -> None:
+    pool = L2Pool(paged_spec(), (16,))
+    assert "memfd of 65536 bytes, pages of 4096 bytes (shmem_enabled=" in pool.description
+    assert "registered" not in pool.description
+    pool.close()
+
+
+def test_only_cuda_wants_memory_registered() -> None:
+    assert registrar_for(torch.device("cpu")) is None
+    assert isinstance(registrar_for(torch.device("cuda")), CudaRegistrar)
+
+
+class CudartDouble:
+    """Answers as the CUDA runtime does: 0, or an error."""
+
+    def __init__(self, *, status: int) -> None:
+        self.status = status
+        self.calls: list[tuple[str, int]] = []
+
+    def cudaHostRegister(self, address: int, size_bytes: int, flags: int) -> int:
+        self.calls.append(("register", size_bytes))
+        return self.status
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.calls.append(("unregister", address))
+        return self.status
+
+
+def test_cuda_registers_and_unregisters_the_whole_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    cudart = CudartDouble(status=0)
+    monkeypatch.setattr(registration, "_cudart", lambda: cudart)
+    pool = L2Pool(paged_spec(), (16,), device="cuda")
+    assert cudart.calls == [("register", pool.size_bytes)]
+    assert pool.description.endswith("registered with CUDA")
+    address = pool.view(0).data_ptr()
+    pool.close()
+    assert cudart.calls[1:] == [("unregister", address)]
+
+
+def test_br_094_what_cuda_answers_is_in_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registration, "_cudart", lambda: CudartDouble(status=2))
+    with pytest.raises(
+        ConfigError, match=r"CUDA can pin \(cudaHostRegister answered 2; RLIMIT_MEMLOCK is .*LimitMEMLOCK"
+    ):
+        L2Pool(paged_spec(), (16,), device="cuda")
+
+
+def test_the_tightest_limit_of_machine_and_cgroups_counts(tmp_path: Path) -> None:
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (cgroups / "outer/inner").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemTotal: 900 kB\nMemAvailable:   500 kB\n")
+    assert available_memory_bytes(proc, cgroups) == 500 * 1024
+    (proc / "self/cgroup").write_text("0::/outer/inner\n")
+    assert available_memory_bytes(proc, cgroups) == 500 * 1024
+    for name, limit in (("outer", "300000"), ("outer/inner", "max")):
+        (cgroups / name / "memory.max").write_text(limit + "\n")
+        (cgroups / name / "memory.current").write_text("120000\n")
+        (cgroups / name / "memory.stat").write_text("anon 1\ninactive_file 20000\n")
+    assert available_memory_bytes(proc, cgroups) == 200000
+    (cgroups / "outer/memory.current").write_text("400000\n")
+    assert available_memory_bytes(proc, cgroups) == 0
