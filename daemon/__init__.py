@@ -1,0 +1,1 @@
+"""hicached: the process of a node that owns the stored tier."""

@@ -1,0 +1,106 @@
+"""The frame around every call: its deadline, its metrics, and how refusals and bugs reach the client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any, Never, Protocol
+
+import grpc
+import structlog
+
+from hicache.daemon.metrics import Metrics
+from hicache.daemon.refusals import Refusal
+
+# Part of the client's time is kept for the way back, so that an answer with outcomes arrives instead of a bare
+# DEADLINE_EXCEEDED: a tenth of it, within these bounds.
+REPLY_MARGIN_SHARE = 0.1
+REPLY_MARGIN_S_MAX = 0.1
+
+log = structlog.get_logger("hicache.daemon.calls")
+
+
+class CallContext(Protocol):
+    """What the service uses of grpc.aio.ServicerContext; the generated types mix it with the synchronous one."""
+
+    async def abort(self, code: grpc.StatusCode, details: str = "") -> Never:
+        """Ends the call with a status; raises."""
+        ...
+
+    async def read(self) -> Any:  # Any: a message of the call's type, or grpc.aio.EOF
+        """The next message of the client."""
+        ...
+
+    async def write(self, message: Any) -> None:  # Any: the call's type
+        """Sends a message; waits while the client's window is full."""
+        ...
+
+    def time_remaining(self) -> float | None:
+        """Seconds until the client gives up."""
+        ...
+
+    def peer(self) -> str:
+        """Where the client is: ``unix:...`` or ``ipv4:...``."""
+        ...
+
+
+class Calls:
+    """Wraps the methods of the service."""
+
+    def __init__(self, metrics: Metrics, *, call_timeout_s_max: float) -> None:
+        self._metrics = metrics
+        self._call_timeout_s_max = call_timeout_s_max
+        self._active_count = 0  # without the streams of sessions
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @asynccontextmanager
+    async def frame(self, method: str, context: CallContext) -> AsyncIterator[float]:
+        """Runs one call; gives its deadline on the event loop's clock. Refusals become typed statuses."""
+        with self._metrics.call(method) as result, self._counted(method):
+            try:
+                yield self._deadline(context)
+            except Refusal as refusal:
+                result.name = refusal.code
+                if method == "Session":
+                    self._metrics.session_refusals.labels(code=refusal.code).inc()
+                log.debug("call refused", method=method, reason=str(refusal))
+                await context.abort(refusal.status, str(refusal))
+            except TimeoutError:
+                result.name = "deadline"
+                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "not done in time")
+            except asyncio.CancelledError:
+                result.name = "cancelled"
+                raise
+            except grpc.aio.InternalError:
+                # What a write or read ends with when its client has gone; nobody is left to be told.
+                result.name = "cancelled"
+            except Exception:
+                result.name = "error"
+                log.exception("call failed", method=method)
+                await context.abort(grpc.StatusCode.INTERNAL, "hicached failed; see its log")
+
+    async def wait_idle(self) -> None:
+        """Returns when no call runs; the streams of sessions do not count."""
+        await self._idle.wait()
+
+    @contextmanager
+    def _counted(self, method: str) -> Iterator[None]:
+        if method == "Session":
+            yield
+            return
+        self._active_count += 1
+        self._idle.clear()
+        try:
+            yield
+        finally:
+            self._active_count -= 1
+            if self._active_count == 0:
+                self._idle.set()
+
+    def _deadline(self, context: CallContext) -> float:
+        remaining_s = context.time_remaining()
+        budget_s = self._call_timeout_s_max if remaining_s is None else min(remaining_s, self._call_timeout_s_max)
+        margin_s = min(budget_s * REPLY_MARGIN_SHARE, REPLY_MARGIN_S_MAX)
+        return asyncio.get_running_loop().time() + budget_s - margin_s

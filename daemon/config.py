@@ -1,0 +1,224 @@
+"""The settings of hicached: a TOML file and flags with the same names, checked one by one and against each other."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import json
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from hicache.daemon.settings import (
+    Address,
+    HostPort,
+    Parser,
+    choice,
+    count,
+    file_mode,
+    file_path,
+    number,
+    parse_address,
+    parse_tcp,
+    required_path,
+    size,
+    socket_path,
+    tcp_address,
+    tcp_or_unix_address,
+)
+from hicache.errors import ConfigError
+from hicache.wire.protocol import MESSAGE_BYTES_MAX, PING_INTERVAL_MS_MIN, message_bytes_needed
+
+KIB = 1024
+MIB = 1024 * KIB
+GIB = 1024 * MIB
+
+# The left bound must not exceed the right one: what one lets through, the other could never.
+_AT_MOST = (
+    ("object_bytes_max", "batch_bytes_max"),
+    ("object_bytes_max", "session_inflight_bytes_max"),
+    ("session_inflight_bytes_max", "inflight_bytes_max"),
+    ("object_bytes_max", "capacity_bytes"),
+)
+
+T = TypeVar("T")
+
+
+def _setting(default: T, parse: Callable[[str, object], object], description: str) -> T:
+    metadata = {"parse": parse, "description": description}
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, slots=True)
+class DaemonConfig:
+    """Every setting with its default, in the order of the documentation. Built by ``load_config``, which checks it."""
+
+    socket: str = _setting("/run/hicached/hicached.sock", socket_path, "Unix socket of the gRPC service")
+    socket_mode: str = _setting("0600", file_mode, "permission bits of the Unix sockets")
+    listen: str = _setting("", tcp_address, "TCP address of the gRPC service; empty: none; needs tenants_file")
+    http: str = _setting(
+        "127.0.0.1:9470", tcp_or_unix_address, "address or Unix socket of /metrics, /healthz, /readyz; empty: none"
+    )
+    backend: str = _setting("lmdb", choice("lmdb", "file"), "what objects are stored in")
+    path: str = _setting("/var/lib/hicached", required_path, "directory of the stored objects")
+    capacity_bytes: int = _setting(10 * GIB, size(MIB), "space for objects, with headers and rounding")
+    high_watermark: float = _setting(0.95, number(0.01, 1.0), "share of the capacity at which eviction starts")
+    low_watermark: float = _setting(0.90, number(0.01, 1.0), "share of the capacity at which eviction stops")
+    free_space_floor_bytes: int = _setting(GIB, size(0), "free space on the medium below which nothing is stored")
+    tenants_file: str = _setting("", file_path, "tenants and their tokens; empty: one tenant, default, without a token")
+    object_bytes_max: int = _setting(64 * MIB, size(1), "largest object")
+    batch_keys_max: int = _setting(16_384, count(1, 100_000), "most keys in one call")
+    batch_bytes_max: int = _setting(256 * MIB, size(1), "most payload in one call")
+    session_inflight_bytes_max: int = _setting(512 * MIB, size(1), "most payload that one session moves at a time")
+    inflight_bytes_max: int = _setting(GIB, size(1), "most payload that all sessions move at a time")
+    frame_bytes_max: int = _setting(MIB, size(4 * KIB, 8 * MIB), "largest payload of one frame of a stream")
+    sessions_max: int = _setting(64, count(1, 4096), "most clients at a time")
+    session_keepalive_s: float = _setting(
+        20.0, number(PING_INTERVAL_MS_MIN / 1000, 3600), "silence after which a client is pinged, and dropped if mute"
+    )
+    lease_ms_max: int = _setting(60_000, count(1, 3_600_000), "longest lease; a longer request is cut to it")
+    call_timeout_s_max: float = _setting(60.0, number(0.1, 3600), "longest time for one call")
+    io_threads: int = _setting(4, count(1, 64), "threads that read from and write to the backend")
+    log_level: str = _setting(
+        "info", choice("debug", "info", "warning", "error"), "least important level that is logged"
+    )
+    log_format: str = _setting("console", choice("console", "json"), "how log lines look")
+    ready_file: str = _setting("", file_path, "JSON file with pid and addresses, written when ready; empty: none")
+
+    @property
+    def listen_address(self) -> HostPort | None:
+        """The TCP address of the gRPC service, or None."""
+        return parse_tcp("listen", self.listen)
+
+    @property
+    def http_address(self) -> Address:
+        """Where HTTP is served, or None."""
+        return parse_address("http", self.http)
+
+    @property
+    def memory_socket(self) -> str:
+        """The Unix socket that takes memory of clients."""
+        return self.socket + ".memory"
+
+    @property
+    def lock_file(self) -> str:
+        """The file whose lock says who owns the socket."""
+        return self.socket + ".lock"
+
+    @property
+    def socket_mode_bits(self) -> int:
+        """``socket_mode`` as a number."""
+        return int(self.socket_mode, 8)
+
+    @property
+    def backend_url(self) -> str:
+        """The address that ``open_backend`` takes."""
+        return f"{self.backend}://{self.path}"
+
+
+FIELDS = {field.name: field for field in dataclasses.fields(DaemonConfig)}
+
+
+def describe(name: str) -> str:
+    """What a setting is for, in one line."""
+    return str(FIELDS[name].metadata["description"])
+
+
+def load_config(file: str | None, flags: Mapping[str, object]) -> DaemonConfig:
+    """Settings from ``file`` (None: none), overridden by ``flags`` (values of None are absent), checked.
+
+    Raises ConfigError with the setting, the value and what would be right.
+    """
+    given = _read_toml(file) if file is not None else {}
+    given |= {name: value for name, value in flags.items() if value is not None}
+    values: dict[str, Any] = {}  # Any: each parser returns the type of its own field
+    for name, value in given.items():
+        if name not in FIELDS:
+            raise ConfigError(name, value, _known_settings(name))
+        parse: Parser = FIELDS[name].metadata["parse"]
+        values[name] = parse(name, value)
+    config = _fit_defaults(DaemonConfig(**values), given=frozenset(values))
+    _check_together(config)
+    return config
+
+
+def to_toml(config: DaemonConfig) -> str:
+    """The settings as a TOML file that ``load_config`` reads back to an equal value."""
+    lines = []
+    for name in FIELDS:
+        value = getattr(config, name)
+        written = json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007F")
+        lines.append(f"# {describe(name)}\n{name} = {written}\n")
+    return "\n".join(lines)
+
+
+def _read_toml(file: str) -> dict[str, object]:
+    try:
+        with open(file, "rb") as source:
+            return tomllib.load(source)
+    except OSError as error:
+        raise ConfigError("config", file, f"a readable file ({error.strerror})") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError("config", file, f"a TOML file ({error})") from error
+
+
+def _known_settings(name: str) -> str:
+    close = difflib.get_close_matches(name, FIELDS, n=1)
+    hint = f"did you mean {close[0]}? " if close else ""
+    return f"a known setting; {hint}the settings are {', '.join(FIELDS)}"
+
+
+def _fit_defaults(config: DaemonConfig, *, given: frozenset[str]) -> DaemonConfig:
+    """Defaults give way to what was set, so that one bound can be changed alone."""
+    fitted = {name: getattr(config, name) for pair in _AT_MOST for name in pair}
+    for name in ("object_bytes_max", "session_inflight_bytes_max"):
+        if name not in given:
+            uppers = ("batch_bytes_max", "session_inflight_bytes_max", "inflight_bytes_max")
+            ceilings = [fitted[upper] for upper in uppers if upper in given and upper != name]
+            if name == "object_bytes_max":
+                ceilings.append(fitted["capacity_bytes"])
+            fitted[name] = min([fitted[name], *ceilings])
+    for lower, upper in _AT_MOST[:3]:
+        if upper not in given:
+            fitted[upper] = max(fitted[upper], fitted[lower])
+    return dataclasses.replace(config, **fitted)
+
+
+def _check_together(config: DaemonConfig) -> None:
+    if config.low_watermark >= config.high_watermark:
+        raise ConfigError(
+            "low_watermark", config.low_watermark, f"less than high_watermark, which is {config.high_watermark}"
+        )
+    if config.listen and not config.tenants_file:
+        raise ConfigError(
+            "listen", config.listen, 'tenants_file to be set as well (a TCP port is open to others), or listen = ""'
+        )
+    for lower, upper in _AT_MOST:
+        _check_at_most(config, lower, upper)
+    needed = message_bytes_needed(batch_keys_max=config.batch_keys_max, frame_bytes_max=config.frame_bytes_max)
+    if needed > MESSAGE_BYTES_MAX:
+        raise ConfigError(
+            "batch_keys_max",
+            config.batch_keys_max,
+            f"so few keys that a message stays within {MESSAGE_BYTES_MAX} bytes",
+        )
+    _check_paths(config)
+
+
+def _check_at_most(config: DaemonConfig, lower: str, upper: str) -> None:
+    if getattr(config, lower) > getattr(config, upper):
+        raise ConfigError(lower, getattr(config, lower), f"at most {upper}, which is {getattr(config, upper)}")
+
+
+def _check_paths(config: DaemonConfig) -> None:
+    if not os.path.isdir(os.path.dirname(config.socket)):
+        raise ConfigError("socket", config.socket, "a path in a directory that exists")
+    taken = {config.socket: "socket", config.memory_socket: "the memory socket", config.lock_file: "the lock file"}
+    for name in ("http", "path", "ready_file", "tenants_file"):
+        value = getattr(config, name)
+        if value in taken:
+            raise ConfigError(name, value, f"another path than that of {taken[value]}")
+        if value.startswith("/"):
+            taken[value] = name

@@ -1,0 +1,112 @@
+"""The short calls of a session: lookups, leases, deletes and usage, each answered by its deadline."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TypeVar
+
+from hicache.backends.base import Usage
+from hicache.daemon.metrics import Metrics
+from hicache.daemon.sessions import Session, Sessions
+from hicache.daemon.storage import Storage, Store
+from hicache.daemon.workers import QueueFull
+from hicache.notices import Notices
+from hicache.outcome import Outcome
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The whole store, and one tenant's part of it."""
+
+    usage: Usage
+    tenant_bytes: int
+    tenant_objects: int
+
+
+class Control:
+    """Asks the store in its control threads. Event loop only."""
+
+    def __init__(self, storage: Storage, sessions: Sessions, metrics: Metrics, *, lease_ms_max: int) -> None:
+        self._storage = storage
+        self._store = storage.store
+        self._sessions = sessions
+        self._metrics = metrics
+        self._lease_ms_max = lease_ms_max
+        self._notices = Notices(logging.getLogger(__name__))
+
+    async def lookup(
+        self, session: Session, keys: list[bytes], *, lease_ms: int, deadline: float
+    ) -> tuple[list[Outcome], int]:
+        """Outcomes, and the id of a lease on the keys that are OK; 0 where none was asked for or none may be taken."""
+        now_s = self._sessions.clock()
+        lease_s = self._lease_s(lease_ms) if session.may_lease(now_s) else 0.0
+        answer = await self._ask(
+            lambda: self._store.lookup(keys, lease_s=lease_s),
+            deadline=deadline,
+            too_late=lambda result: _release_if_any(self._store, result[1]),
+        )
+        if isinstance(answer, Outcome):
+            return [answer] * len(keys), 0
+        outcomes, lease_id = answer
+        if lease_id and session.ended:
+            self._sessions.release_lease(lease_id)
+        elif lease_id:
+            session.note_lease(lease_id, now_s + lease_s)
+        return outcomes, lease_id
+
+    async def delete(self, keys: list[bytes], *, deadline: float) -> list[Outcome]:
+        """OK or ABSENT for each key."""
+        answer = await self._ask(lambda: self._store.delete(keys), deadline=deadline)
+        return [answer] * len(keys) if isinstance(answer, Outcome) else answer
+
+    async def change_lease(self, session: Session, lease_id: int, *, lease_ms: int, deadline: float) -> bool:
+        """Renews a lease, or releases it for ``lease_ms`` 0. False: it is gone, or it is another session's."""
+        if not session.owns_lease(lease_id):
+            return False
+        if lease_ms == 0:
+            session.drop_lease(lease_id)
+            return await self._ask(lambda: self._store.release(lease_id), deadline=deadline) is True
+        lease_s = self._lease_s(lease_ms)
+        ends_s = self._sessions.clock() + lease_s
+        held = await self._ask(lambda: self._store.renew(lease_id, lease_s=lease_s), deadline=deadline) is True
+        if held and not session.ended:
+            session.note_lease(lease_id, ends_s)
+        else:
+            session.drop_lease(lease_id)
+        return held
+
+    async def space(self, tenant: bytes, *, deadline: float) -> Space | None:
+        """Usage; None when the store does not answer in time."""
+        answer = await self._ask(
+            lambda: Space(self._store.usage(), *self._store.tenant_usage(tenant)), deadline=deadline
+        )
+        return None if isinstance(answer, Outcome) else answer
+
+    async def _ask(
+        self, work: Callable[[], T], *, deadline: float, too_late: Callable[[T], None] | None = None
+    ) -> T | Outcome:
+        """What ``work`` returns, or why it did not."""
+        timeout_s = max(0.0, deadline - asyncio.get_running_loop().time())
+        try:
+            return await self._storage.ask(work, timeout_s=timeout_s, too_late=too_late)
+        except TimeoutError:
+            return Outcome.DEADLINE
+        except QueueFull:
+            return Outcome.REFUSED
+        except Exception as error:
+            self._metrics.storage_errors.inc()
+            self._notices.warning("storage", "a storage call failed as a whole: %r", error)
+            return Outcome.IO_ERROR
+
+    def _lease_s(self, lease_ms: int) -> float:
+        return min(lease_ms, self._lease_ms_max) / 1000
+
+
+def _release_if_any(store: Store, lease_id: int) -> None:
+    if lease_id:
+        store.release(lease_id)

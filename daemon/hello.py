@@ -1,0 +1,73 @@
+"""Who may come in: checks a hello, opens the session, and says welcome."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from hicache.daemon.config import DaemonConfig
+from hicache.daemon.namespaces import KnownNamespaces, check_key_hash, read_descriptor
+from hicache.daemon.refusals import Refusal
+from hicache.daemon.sessions import Session, Sessions
+from hicache.daemon.tenants import Tenants
+from hicache.wire import hicached_pb2 as pb
+from hicache.wire.protocol import KEY_BYTES_MAX, PROTOCOL_VERSION, RefusalCode
+
+CLIENT_NAME_CHARS_MAX = 128
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What a welcome tells of this daemon."""
+
+    version: str
+    store_id: bytes
+
+
+class Hellos:
+    """Turns hellos into sessions. Event loop only."""
+
+    def __init__(self, config: DaemonConfig, identity: Identity, tenants: Tenants, sessions: Sessions) -> None:
+        self._config = config
+        self._identity = identity
+        self._tenants = tenants
+        self._sessions = sessions
+        self._namespaces = KnownNamespaces()
+
+    def welcome(self, hello: pb.Hello, *, peer: str) -> tuple[Session, pb.Welcome]:
+        """The session behind a hello and the answer to it. Raises Refusal."""
+        if hello.protocol_version != PROTOCOL_VERSION:
+            raise Refusal(
+                RefusalCode.PROTOCOL_VERSION,
+                f"the client speaks version {hello.protocol_version}, hicached {self._identity.version} speaks "
+                f"version {PROTOCOL_VERSION}",
+            )
+        tenant = self._tenants.authenticate(hello.token)
+        descriptor = read_descriptor(hello.namespace_descriptor, hello.namespace_digest)
+        check_key_hash(descriptor, self._tenants)
+        differences = self._namespaces.meet(tenant, hello.namespace_digest, descriptor)
+        session, secret = self._sessions.open(tenant, _printable(hello.client_name))
+        return session, pb.Welcome(
+            session_id=session.session_id,
+            session_secret=secret,
+            tenant=tenant.name,
+            memory_socket=self._config.memory_socket if peer.startswith("unix") else "",
+            limits=self._limits(),
+            store_id=self._identity.store_id,
+            namespace_differs=differences,
+            daemon_version=self._identity.version,
+        )
+
+    def _limits(self) -> pb.Limits:
+        return pb.Limits(
+            object_bytes_max=self._config.object_bytes_max,
+            batch_keys_max=self._config.batch_keys_max,
+            batch_bytes_max=self._config.batch_bytes_max,
+            frame_bytes_max=self._config.frame_bytes_max,
+            lease_ms_max=self._config.lease_ms_max,
+            key_bytes_max=KEY_BYTES_MAX,
+        )
+
+
+def _printable(name: str) -> str:
+    """A client's name as it may appear in a log line."""
+    return "".join(character if character.isprintable() else "?" for character in name[:CLIENT_NAME_CHARS_MAX])

@@ -1,0 +1,117 @@
+"""HTTP for probes and Prometheus. Nothing here changes anything; every route is a GET."""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import re
+from collections.abc import Awaitable, Callable
+
+from aiohttp import web
+
+from hicache.daemon.settings import HostPort
+from hicache.daemon.socket_lock import check_tcp_free, listen_unix
+from hicache.errors import ConfigError
+
+SHUTDOWN_TIMEOUT_S = 0.5
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+_HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::[0-9]{1,5})?")
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+def is_own_host(header: str | None) -> bool:
+    """Whether a Host header can be meant for this daemon.
+
+    A web page can make a browser on this machine send requests here under a name that its owner points at 127.0.0.1
+    (DNS rebinding). Such a request carries that name; honest ones carry an IP address or localhost.
+    """
+    match = _HOST.fullmatch(header or "")
+    if match is None:
+        return False
+    host = match[1].strip("[]")
+    if host.lower() == "localhost":
+        return True
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        return False
+    return True
+
+
+class HttpServer:
+    """Serves /metrics, /healthz and /readyz."""
+
+    def __init__(
+        self,
+        *,
+        metrics: Callable[[], Awaitable[bytes]],
+        is_alive: Callable[[], Awaitable[bool]],
+        readiness: Callable[[], str],
+        on_foreign_host: Callable[[], None],
+    ) -> None:
+        """``readiness`` says ``ready``, or what the daemon is doing instead."""
+        self._metrics = metrics
+        self._is_alive = is_alive
+        self._readiness = readiness
+        self._on_foreign_host = on_foreign_host
+        self._runner: web.AppRunner | None = None
+        self._unix_path: str | None = None
+
+    async def start(self, address: HostPort | str, *, socket_mode: int) -> str:
+        """Binds and serves; returns the address with its real port. Raises ConfigError or StorageInUse."""
+        is_unix = isinstance(address, str)
+        app = web.Application(middlewares=[] if is_unix else [self._check_host])
+        app.router.add_get("/metrics", self._get_metrics)
+        app.router.add_get("/healthz", self._get_health)
+        app.router.add_get("/readyz", self._get_readiness)
+        self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
+        await self._runner.setup()
+        if isinstance(address, str):
+            return await self._start_unix(self._runner, address, socket_mode)
+        return await self._start_tcp(self._runner, address)
+
+    async def _start_unix(self, runner: web.AppRunner, path: str, mode: int) -> str:
+        listener = listen_unix("http", path, mode=mode)
+        self._unix_path = path
+        await web.SockSite(runner, listener).start()
+        return path
+
+    async def _start_tcp(self, runner: web.AppRunner, address: HostPort) -> str:
+        check_tcp_free("http", address.host, address.port)
+        site = web.TCPSite(runner, address.host, address.port, reuse_port=False)
+        try:
+            await site.start()
+        except OSError as error:
+            raise ConfigError("http", str(address), f"a free address ({error.strerror})") from error
+        host, port = runner.addresses[0][:2]
+        return str(HostPort(host, port))
+
+    async def stop(self) -> None:
+        """Closes idle connections at once, busy ones after a moment. Idempotent."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+            self._runner = None
+        if self._unix_path is not None:
+            os.unlink(self._unix_path)
+            self._unix_path = None
+
+    @web.middleware
+    async def _check_host(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        if not is_own_host(request.headers.get("Host")):
+            self._on_foreign_host()
+            return web.Response(status=421, text="the Host header must be an IP address or localhost\n")
+        return await handler(request)
+
+    async def _get_metrics(self, _: web.Request) -> web.Response:
+        return web.Response(body=await self._metrics(), headers={"Content-Type": METRICS_TYPE})
+
+    async def _get_health(self, _: web.Request) -> web.Response:
+        alive = await self._is_alive()
+        return web.Response(status=200 if alive else 503, text="ok\n" if alive else "the storage does not answer\n")
+
+    async def _get_readiness(self, _: web.Request) -> web.Response:
+        readiness = self._readiness()
+        return web.Response(status=200 if readiness == "ready" else 503, text=readiness + "\n")

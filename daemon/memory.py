@@ -1,0 +1,105 @@
+"""Memory of clients, mapped into the daemon: checked so that it can never fault, held while a transfer touches it."""
+
+from __future__ import annotations
+
+import asyncio
+import fcntl
+import mmap
+import os
+import stat
+from collections.abc import Callable
+
+import structlog
+
+REGION_BYTES_MAX = 2**46  # far below what the address space has, far above what a node has
+
+_UNMAP_STEP_BYTES = 256 * 1024 * 1024
+
+# Linux fcntl numbers; the fcntl module has them by name, but not on every platform that type checkers look at.
+_F_GET_SEALS = 1034
+_F_SEAL_SHRINK = 0x0002
+
+log = structlog.get_logger("hicache.daemon.memory")
+
+
+class RegionRefused(Exception):
+    """The memory that a client offered cannot be used safely; the text says why."""
+
+
+class Region:
+    """One mapped memfd. Event loop only, but for slices of ``view``, which storage threads make and release.
+
+    Closing rule: ``detach`` refuses new transfers at once; the mapping goes, and ``gone`` is set, only when the last
+    transfer that holds the region has ended.
+    """
+
+    def __init__(self, region_id: int, mapping: mmap.mmap, *, unmap: Callable[[Callable[[], None]], None]) -> None:
+        self.region_id = region_id
+        self.size_bytes = len(mapping)
+        self.view = memoryview(mapping)
+        self.detaching = asyncio.Event()
+        self.gone = asyncio.Event()
+        self._mapping = mapping
+        self._unmap = unmap
+        self._holds = 0
+
+    def hold(self) -> bool:
+        """Keeps the mapping until ``release``. False when the region is being detached: do not touch it."""
+        if self.detaching.is_set():
+            return False
+        self._holds += 1
+        return True
+
+    def release(self) -> None:
+        """Ends one hold."""
+        assert self._holds > 0
+        self._holds -= 1
+        self._finish_if_unheld()
+
+    def detach(self) -> None:
+        """No new transfers from now on; unmapped when the running ones have ended. Idempotent."""
+        if not self.detaching.is_set():
+            self.detaching.set()
+            self._finish_if_unheld()
+
+    def _finish_if_unheld(self) -> None:
+        if self.detaching.is_set() and self._holds == 0 and not self.gone.is_set():
+            self.gone.set()
+            self._unmap(self._close_mapping)
+
+    def _close_mapping(self) -> None:
+        """Blocking: dropping the page tables of a big mapping takes long, and in one call it would hold the GIL."""
+        try:
+            self.view.release()
+            for start in range(0, self.size_bytes, _UNMAP_STEP_BYTES):
+                length = min(_UNMAP_STEP_BYTES, self.size_bytes - start)
+                self._mapping.madvise(mmap.MADV_DONTNEED, start, length)
+            self._mapping.close()
+        except (BufferError, OSError) as error:
+            # A slice outlived its transfer: nobody touches it any more, and it is unmapped with its last reference.
+            log.warning("region not unmapped at once", region=self.region_id, reason=str(error))
+
+
+def map_memory(descriptor: int, size_bytes: int) -> mmap.mmap:
+    """Maps ``size_bytes`` of a client's memfd for reading and writing. Raises RegionRefused.
+
+    Only memory that can never shrink is taken: otherwise its owner could take pages away under a running transfer, and
+    the kernel would kill the daemon with SIGBUS. The caller keeps ``descriptor`` and may close it afterwards.
+    """
+    status = os.fstat(descriptor)
+    if not stat.S_ISREG(status.st_mode):
+        raise RegionRefused("the descriptor is not a memfd")
+    try:
+        seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
+    except OSError as error:
+        raise RegionRefused(f"the descriptor is not a memfd that takes seals: {error.strerror}") from error
+    if not seals & _F_SEAL_SHRINK:
+        raise RegionRefused("the memfd is not sealed against shrinking (F_SEAL_SHRINK)")
+    # From here on st_size can only grow: read it again, after the seal was seen.
+    actual_bytes = os.fstat(descriptor).st_size
+    if not 1 <= size_bytes <= min(actual_bytes, REGION_BYTES_MAX):
+        raise RegionRefused(f"{size_bytes} bytes were announced, the memfd has {actual_bytes}")
+    try:
+        return mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+    except (OSError, ValueError, OverflowError) as error:
+        raise RegionRefused(f"the memfd cannot be mapped for reading and writing: {error}") from error

@@ -1,0 +1,225 @@
+"""The Unix socket on which clients hand their memory to the daemon (see hicache/wire/protocol.py for the exchange)."""
+
+from __future__ import annotations
+
+import array
+import asyncio
+import contextlib
+import itertools
+import os
+import socket
+from collections.abc import Callable
+
+import structlog
+
+from hicache.daemon.memory import Region, RegionRefused, map_memory
+from hicache.daemon.refusals import Refusal
+from hicache.daemon.sessions import Session, Sessions
+from hicache.wire.protocol import (
+    MEMORY_ACCEPTED,
+    MEMORY_HELLO,
+    MEMORY_REFUSED,
+    MEMORY_STATUS_OK,
+    MEMORY_STATUS_REFUSED,
+)
+
+HANDSHAKE_TIMEOUT_S = 5.0
+CONNECTIONS_MAX = 1024  # attached regions included; further clients wait in the backlog
+ACCEPT_RETRY_S = 0.1
+
+_DISCARD_READS_MAX = 16
+_DESCRIPTORS_MAX = 4  # one is wanted: more are received only to be closed
+
+log = structlog.get_logger("hicache.daemon.memory")
+
+
+class MemorySocket:
+    """Accepts memory. Each connection is one region; it stays open until nothing touches the region any more."""
+
+    def __init__(
+        self,
+        listener: socket.socket,
+        sessions: Sessions,
+        *,
+        unmap: Callable[[Callable[[], None]], None],
+        on_refusal: Callable[[], None],
+    ) -> None:
+        """``listener`` is bound and listening, and stays the caller's. ``unmap`` runs a blocking call in a thread."""
+        self._listener = listener
+        self._sessions = sessions
+        self._unmap = unmap
+        self._on_refusal = on_refusal
+        self._region_ids = itertools.count(1)
+        self._room = asyncio.Semaphore(CONNECTIONS_MAX)
+        self._connections: set[asyncio.Task[None]] = set()
+        self._accepting: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begins to accept."""
+        self._listener.setblocking(False)
+        self._accepting = asyncio.create_task(self._accept())
+
+    async def stop(self, *, timeout_s: float) -> None:
+        """Stops accepting, and gives regions that are being detached ``timeout_s`` to go.
+
+        The connection of a region that a transfer still touches then is left open, so that its client keeps waiting.
+        """
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.gather(self._accepting, return_exceptions=True)
+        if self._connections:
+            await asyncio.wait(self._connections, timeout=timeout_s)
+        for task in list(self._connections):
+            task.cancel()
+        await asyncio.gather(*self._connections, return_exceptions=True)
+
+    async def _accept(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await self._room.acquire()
+            try:
+                connection, _ = await loop.sock_accept(self._listener)
+            except OSError as error:  # out of descriptors, or the client has gone already: the next one may do better
+                self._room.release()
+                log.warning("memory socket cannot accept", reason=str(error))
+                await asyncio.sleep(ACCEPT_RETRY_S)
+                continue
+            task = asyncio.create_task(self._serve(connection))
+            self._connections.add(task)
+            task.add_done_callback(self._connection_done)
+
+    def _connection_done(self, task: asyncio.Task[None]) -> None:
+        self._connections.discard(task)
+        self._room.release()
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("memory connection failed", exc_info=error)
+
+    async def _serve(self, connection: socket.socket) -> None:
+        with connection:
+            connection.setblocking(False)
+            try:
+                session, region = await self._take_region(connection)
+            except RegionRefused as refusal:
+                self._on_refusal()
+                log.warning("memory refused", reason=str(refusal))
+                await _answer(connection, _refused(str(refusal)))
+                _discard_input(connection)
+                return
+            try:
+                await _answer(connection, MEMORY_ACCEPTED.pack(MEMORY_STATUS_OK, region.region_id))
+                await _until_end(connection, region)
+                region.detach()
+                await region.gone.wait()
+                _discard_input(connection)
+            finally:
+                region.detach()
+                if not region.gone.is_set():
+                    # The daemon is ending while a thread still touches the client's memory. End of file would say the
+                    # opposite, so the descriptor is left open: it closes with the process.
+                    connection.detach()
+            session.forget(region)
+            self._sessions.mapped.discard(region)
+            log.debug("memory detached", session=session.session_id, region=region.region_id)
+
+    async def _take_region(self, connection: socket.socket) -> tuple[Session, Region]:
+        """The region that the client offers, attached to its session. Raises RegionRefused."""
+        descriptors: list[int] = []
+        try:
+            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+                hello = await _receive_hello(connection, descriptors)
+            return self._attach(hello, descriptors)
+        except TimeoutError as error:
+            raise RegionRefused(f"no complete hello within {HANDSHAKE_TIMEOUT_S:g} s") from error
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
+
+    def _attach(self, hello: bytes, descriptors: list[int]) -> tuple[Session, Region]:
+        secret, size_bytes = MEMORY_HELLO.unpack(hello)
+        if len(descriptors) != 1:
+            raise RegionRefused(f"{len(descriptors)} descriptors came with the hello: expected one memfd")
+        try:
+            session = self._sessions.find(secret)
+        except Refusal as refusal:
+            raise RegionRefused(str(refusal)) from refusal
+        session.check_room_for_region()
+        mapping = map_memory(descriptors[0], size_bytes)
+        region = Region(next(self._region_ids), mapping, unmap=self._unmap)
+        session.attach(region)
+        self._sessions.mapped.add(region)
+        log.debug("memory attached", session=session.session_id, region=region.region_id, size_bytes=size_bytes)
+        return session, region
+
+
+def _refused(reason: str) -> bytes:
+    text = reason.encode()[:65_535]
+    return MEMORY_REFUSED.pack(MEMORY_STATUS_REFUSED, len(text)) + text
+
+
+async def _receive_hello(connection: socket.socket, descriptors: list[int]) -> bytes:
+    """The hello's bytes; received descriptors are appended to ``descriptors`` and are the caller's to close."""
+    received = b""
+    while len(received) < MEMORY_HELLO.size:
+        try:
+            part, ancillary, flags, _ = connection.recvmsg(
+                MEMORY_HELLO.size - len(received),
+                socket.CMSG_SPACE(_DESCRIPTORS_MAX * array.array("i").itemsize),
+                socket.MSG_CMSG_CLOEXEC,
+            )
+        except BlockingIOError:
+            await _readable(connection)
+            continue
+        except OSError as error:
+            raise RegionRefused(f"the connection broke: {error}") from error
+        descriptors += _descriptors(ancillary)
+        if flags & socket.MSG_CTRUNC:
+            raise RegionRefused("more descriptors came with the hello than the one memfd that is expected")
+        if not part:
+            raise RegionRefused(f"the connection ended after {len(received)} of {MEMORY_HELLO.size} bytes")
+        received += part
+    return received
+
+
+def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
+    received = array.array("i")
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            received.frombytes(content[: len(content) - len(content) % received.itemsize])
+    return received.tolist()
+
+
+async def _readable(connection: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_reader(connection, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_reader(connection)
+
+
+async def _answer(connection: socket.socket, answer: bytes) -> None:
+    """Sends a few bytes. A client that has gone, or does not read, misses them."""
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            await asyncio.get_running_loop().sock_sendall(connection, answer)
+
+
+def _discard_input(connection: socket.socket) -> None:
+    """Reads what was sent against the rules: closed with unread bytes, the socket would reset instead of ending."""
+    with contextlib.suppress(OSError):
+        for _ in range(_DISCARD_READS_MAX):
+            if not connection.recv(4096):
+                return
+
+
+async def _until_end(connection: socket.socket, region: Region) -> None:
+    """Returns when the client half-closes, closes, breaks or says anything more, or when the region is detached."""
+    spoken = asyncio.ensure_future(_readable(connection))
+    detaching = asyncio.ensure_future(region.detaching.wait())
+    try:
+        await asyncio.wait((spoken, detaching), return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        spoken.cancel()
+        detaching.cancel()
+        await asyncio.gather(spoken, detaching, return_exceptions=True)

@@ -1,0 +1,109 @@
+"""The metrics of hicached. Labels come from fixed lists only: no tenant, key or client name ever becomes one."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter as Tally
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from hicache.outcome import Outcome
+
+METHODS = ("Session", "Lookup", "Get", "Put", "GetStream", "PutStream", "Delete", "Lease", "Stats")
+
+_SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+@dataclass(slots=True)
+class CallResult:
+    """How a call ended: ``ok``, a refusal code, ``cancelled``, or ``error``."""
+
+    name: str = "ok"
+
+
+class Metrics:
+    """All metrics of one daemon, in a registry of their own. Thread-safe."""
+
+    def __init__(self, *, version: str, backend: str) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(namespace="hicache", registry=self.registry)
+        info = self._gauge("hicache_daemon_info", "Version and backend; always 1.", ("version", "backend"))
+        info.labels(version=version, backend=backend).set(1)
+        self.ready = self._gauge("hicache_ready", "1 when recovered and serving.")
+        self.session_refusals = self._counter("hicache_session_refusals", "Hellos refused, by refusal code.", ("code",))
+        self.region_refusals = self._counter("hicache_region_refusals", "Memory of clients that was refused.")
+        self.host_refusals = self._counter("hicache_http_host_refusals", "HTTP requests with a foreign Host header.")
+        self.calls = self._counter(
+            "hicache_calls",
+            "Finished calls by method and result: ok, a refusal code, cancelled, error.",
+            ("method", "result"),
+        )
+        self.calls_active = self._gauge("hicache_calls_active", "Calls that run now, by method.", ("method",))
+        self.call_seconds = Histogram(
+            "hicache_call_seconds", "Time of finished calls.", ("method",), buckets=_SECONDS, registry=self.registry
+        )
+        self.items = self._counter("hicache_items", "Keys handled, by method and outcome.", ("method", "outcome"))
+        self.transferred = self._counter(
+            "hicache_transferred_bytes", "Payload moved, by method, of items whose outcome is OK.", ("method",)
+        )
+        self.storage_errors = self._counter("hicache_storage_errors", "Storage calls that failed as a whole.")
+        for method in METHODS:
+            self.calls_active.labels(method=method).set(0)
+
+    def _counter(self, name: str, description: str, labels: tuple[str, ...] = ()) -> Counter:
+        return Counter(name, description, labels, registry=self.registry)
+
+    def _gauge(self, name: str, description: str, labels: tuple[str, ...] = ()) -> Gauge:
+        return Gauge(name, description, labels, registry=self.registry)
+
+    @contextmanager
+    def call(self, method: str) -> Iterator[CallResult]:
+        """Counts and times one call; the block sets the result's name when it is not ok."""
+        result = CallResult()
+        active = self.calls_active.labels(method=method)
+        started = time.perf_counter()
+        active.inc()
+        try:
+            yield result
+        finally:
+            active.dec()
+            self.calls.labels(method=method, result=result.name).inc()
+            if method != "Session":
+                self.call_seconds.labels(method=method).observe(time.perf_counter() - started)
+
+    def count_items(self, method: str, outcomes: Iterable[Outcome]) -> None:
+        """Counts the outcomes of one batch."""
+        for outcome, count in Tally(outcomes).items():
+            self.items.labels(method=method, outcome=outcome.name.lower()).inc(count)
+
+    def render(self) -> bytes:
+        """The Prometheus text format."""
+        return generate_latest(self.registry)
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """One number that is read, not counted, at each scrape."""
+
+    name: str
+    description: str
+    read: Callable[[], float]
+    is_counter: bool = False
+
+
+class Readings(Collector):
+    """Exports numbers that live elsewhere: sessions, budgets, queues, the store."""
+
+    def __init__(self, readings: Iterable[Reading]) -> None:
+        self._readings = tuple(readings)
+
+    def collect(self) -> Iterator[Metric]:
+        """One sample for each reading."""
+        for reading in self._readings:
+            family = CounterMetricFamily if reading.is_counter else GaugeMetricFamily
+            yield family(reading.name, reading.description, value=reading.read())

@@ -1,0 +1,270 @@
+"""The composition root of hicached: chooses every implementation, starts them in order, and stops them in time."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import math
+import os
+import signal
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+
+from hicache.backends.open import open_backend
+from hicache.backends.store import ObjectStore
+from hicache.daemon.config import DaemonConfig
+from hicache.daemon.control import Control
+from hicache.daemon.grpc_server import GrpcServer
+from hicache.daemon.hello import Hellos, Identity
+from hicache.daemon.http import HttpServer
+from hicache.daemon.memory_socket import MemorySocket
+from hicache.daemon.metrics import Metrics, Readings
+from hicache.daemon.notify import Ready, notify_systemd, remove_ready_file, write_ready_file
+from hicache.daemon.readings import StoreNumbers, StoreSnapshot, session_readings, store_readings, thread_readings
+from hicache.daemon.service import HiCachedService
+from hicache.daemon.sessions import Sessions
+from hicache.daemon.socket_lock import SocketLock, listen_unix
+from hicache.daemon.storage import STUCK_S, Storage, Store
+from hicache.daemon.tenants import Tenants
+from hicache.daemon.transfers import Transfers
+from hicache.daemon.version import daemon_version
+from hicache.daemon.workers import QueueFull, Workers
+
+# A stop is over within 5 s: calls, sessions and regions get their share (grpc_server.py and here), the store what is
+# left of STOP_S, HTTP its moment after that. STOP_S_MAX ends the process if something takes longer all the same.
+REGIONS_S = 0.3
+STORE_CLOSE_S_MIN = 0.5
+STOP_S = 4.0
+STOP_S_MAX = 4.7
+
+log = structlog.get_logger("hicache.daemon")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedStore:
+    """A recovered store, and what it is."""
+
+    store: Store
+    store_id: bytes
+    numbers: StoreNumbers
+
+
+def open_store(config: DaemonConfig) -> OpenedStore:
+    """Blocking: opens the backend and recovers its index. Raises ConfigError, StorageInUse or BackendError."""
+    backend = open_backend(config.backend_url, capacity_bytes=config.capacity_bytes)
+    try:
+        store = ObjectStore(
+            backend,
+            object_bytes_max=config.object_bytes_max,
+            high_watermark=config.high_watermark,
+            low_watermark=config.low_watermark,
+            free_space_floor_bytes=config.free_space_floor_bytes,
+        )
+    except BaseException:
+        backend.close()
+        raise
+    return OpenedStore(store, store.store_id, StoreNumbers.of(store))
+
+
+class Daemon:
+    """One hicached in this process. ``start`` it once, and ``stop`` it whether or not the start succeeded."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        *,
+        environment: Mapping[str, str],
+        opener: Callable[[DaemonConfig], OpenedStore] = open_store,
+    ) -> None:
+        self._config = config
+        self._environment = environment
+        self._opener = opener
+        self._stages = contextlib.AsyncExitStack()  # what is undone by stop, last started first
+        self._readiness = "starting"
+        self._stopped_clean = True
+        self._stop_by = math.inf  # of the event loop's clock
+        self._storage: Storage | None = None
+        self._snapshot: StoreSnapshot | None = None
+        self.metrics = Metrics(version=daemon_version(), backend=config.backend)
+
+    async def start(self) -> Ready:
+        """Returns once clients are served. Raises ConfigError, StorageInUse or BackendError."""
+        config = self._config
+        tenants = Tenants.load(config.tenants_file)
+        lock = SocketLock(config.lock_file, config.socket)
+        self._stages.callback(lock.release)
+        if config.ready_file:
+            remove_ready_file(config.ready_file)
+        http = await self._start_http()
+        self._readiness = "recovering"
+        opened = await self._recover()
+        storage = self._start_storage(opened)
+        sessions = self._start_sessions(storage)
+        listen = await self._start_grpc(opened, tenants, storage, sessions)
+        return self._announce(Ready(pid=os.getpid(), socket=config.socket, listen=listen, http=http))
+
+    async def stop(self) -> bool:
+        """Undoes what was started. True when the store was closed and no storage thread is left behind."""
+        self._readiness = "stopping"
+        self._stop_by = asyncio.get_running_loop().time() + STOP_S
+        self.metrics.ready.set(0)
+        notify_systemd("STOPPING=1", self._environment)
+        await self._stages.aclose()
+        return self._stopped_clean
+
+    def _announce(self, ready: Ready) -> Ready:
+        if self._config.ready_file:
+            write_ready_file(self._config.ready_file, ready)
+            self._stages.callback(remove_ready_file, self._config.ready_file)
+        self._readiness = "ready"
+        self.metrics.ready.set(1)
+        notify_systemd("READY=1", self._environment)
+        log.info("ready", pid=ready.pid, socket=ready.socket, listen=ready.listen, http=ready.http)
+        return ready
+
+    async def _start_http(self) -> str:
+        address = self._config.http_address
+        if address is None:
+            return ""
+        server = HttpServer(
+            metrics=self._render_metrics,
+            is_alive=self._is_alive,
+            readiness=lambda: self._readiness,
+            on_foreign_host=self.metrics.host_refusals.inc,
+        )
+        self._stages.push_async_callback(server.stop)
+        return await server.start(address, socket_mode=self._config.socket_mode_bits)
+
+    async def _recover(self) -> OpenedStore:
+        """Opens the store in a thread: recovery may take long, and probes are answered meanwhile."""
+        opening = Workers("hicached-recovery", threads=1, queue_max=1)
+        job = opening.submit(partial(self._opener, self._config))
+        try:
+            return await asyncio.wrap_future(job.future)
+        except asyncio.CancelledError:
+            self._stopped_clean = False  # the thread goes on; the process ends without waiting for it
+            raise
+        finally:
+            opening.close(timeout_s=0)
+
+    def _start_storage(self, opened: OpenedStore) -> Storage:
+        storage = Storage(opened.store, io_threads=self._config.io_threads, stuck_s=STUCK_S)
+        self._storage = storage
+        self._snapshot = StoreSnapshot(storage, opened.numbers)
+        readings = (*thread_readings(storage), *store_readings(self._snapshot))
+        self.metrics.registry.register(Readings(readings))
+        self._stages.push_async_callback(self._close_storage, storage)
+        return storage
+
+    async def _close_storage(self, storage: Storage) -> None:
+        closing = Workers("hicached-close", threads=1, queue_max=1)
+        left_s = max(STORE_CLOSE_S_MIN, self._stop_by - asyncio.get_running_loop().time())
+        job = closing.submit(partial(storage.close, timeout_s=left_s / 2))
+        done, _ = await asyncio.wait([asyncio.wrap_future(job.future)], timeout=left_s)
+        closing.close(timeout_s=0)
+        if not any(future.result() for future in done):
+            self._stopped_clean = False
+            log.error("the storage did not stop in time; everything that was acknowledged is safe")
+
+    def _start_sessions(self, storage: Storage) -> Sessions:
+        config = self._config
+
+        def release_lease(lease_id: int) -> None:
+            with contextlib.suppress(QueueFull):  # it runs out by itself
+                storage.control.submit(partial(storage.store.release, lease_id))
+
+        def unmap(close_mapping: Callable[[], None]) -> None:
+            with contextlib.suppress(QueueFull):  # the collector unmaps it
+                storage.control.submit(close_mapping)
+
+        sessions = Sessions(
+            sessions_max=config.sessions_max,
+            session_inflight_bytes_max=config.session_inflight_bytes_max,
+            inflight_bytes_max=config.inflight_bytes_max,
+            release_lease=release_lease,
+        )
+        self.metrics.registry.register(Readings(session_readings(sessions)))
+        listener = listen_unix("socket", config.memory_socket, mode=config.socket_mode_bits)
+        self._stages.callback(_remove, config.memory_socket)
+        self._stages.callback(listener.close)
+        memory_socket = MemorySocket(listener, sessions, unmap=unmap, on_refusal=self.metrics.region_refusals.inc)
+        memory_socket.start()
+        self._stages.push_async_callback(memory_socket.stop, timeout_s=REGIONS_S)
+        return sessions
+
+    async def _start_grpc(self, opened: OpenedStore, tenants: Tenants, storage: Storage, sessions: Sessions) -> str:
+        config, metrics = self._config, self.metrics
+        service = HiCachedService(
+            config,
+            hellos=Hellos(config, Identity(daemon_version(), opened.store_id), tenants, sessions),
+            sessions=sessions,
+            control=Control(storage, sessions, metrics, lease_ms_max=config.lease_ms_max),
+            transfers=Transfers(storage, metrics, chunk_bytes_ceiling=config.session_inflight_bytes_max),
+            metrics=metrics,
+        )
+        server = GrpcServer(config, service, sessions)
+        self._stages.push_async_callback(server.stop)
+        return await server.start()
+
+    async def _render_metrics(self) -> bytes:
+        if self._snapshot is not None:
+            await self._snapshot.refresh()
+        return self.metrics.render()
+
+    async def _is_alive(self) -> bool:
+        return self._storage is None or await self._storage.is_alive()
+
+
+async def serve(config: DaemonConfig, *, environment: Mapping[str, str]) -> bool:
+    """Runs until SIGTERM or SIGINT. True after a clean stop. Raises what ``Daemon.start`` raises.
+
+    A second signal ends the process at once, as if the first had not been caught.
+    """
+    stop_wanted = asyncio.Event()
+    _catch_signals(stop_wanted)
+    daemon = Daemon(config, environment=environment)
+    starting = asyncio.ensure_future(daemon.start())
+    waiting = asyncio.ensure_future(stop_wanted.wait())
+    try:
+        await asyncio.wait((starting, waiting), return_when=asyncio.FIRST_COMPLETED)
+        if starting.done():
+            starting.result()
+            await waiting
+            log.info("stopping")
+    finally:
+        waiting.cancel()
+        starting.cancel()
+        await asyncio.gather(starting, waiting, return_exceptions=True)
+        _limit_stop_time()
+        stopped_clean = await daemon.stop()
+    log.info("stopped", clean=stopped_clean)
+    return stopped_clean
+
+
+def _catch_signals(stop_wanted: asyncio.Event) -> None:
+    loop = asyncio.get_running_loop()
+
+    def stop() -> None:
+        stop_wanted.set()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+            signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop)
+
+
+def _limit_stop_time() -> None:
+    """The process ends after STOP_S_MAX, whatever is stuck: stores survive that, supervisors' patience does not."""
+    timer = threading.Timer(STOP_S_MAX, os._exit, (1,))
+    timer.daemon = True
+    timer.start()
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)

@@ -1,0 +1,198 @@
+"""The gRPC service: finds the session of each call, checks the request, and hands it to who does the work."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+
+import grpc
+
+from hicache.daemon.batches import read_keys, read_stream_get, read_transfer
+from hicache.daemon.calls import CallContext, Calls
+from hicache.daemon.config import DaemonConfig
+from hicache.daemon.control import Control
+from hicache.daemon.hello import Hellos
+from hicache.daemon.metrics import Metrics
+from hicache.daemon.refusals import Refusal
+from hicache.daemon.sessions import Session as OpenSession
+from hicache.daemon.sessions import Sessions
+from hicache.daemon.streams import StreamReceiver, StreamSender
+from hicache.daemon.transfers import Transfers
+from hicache.outcome import Outcome
+from hicache.wire import hicached_pb2 as pb
+from hicache.wire.protocol import RefusalCode
+
+FIRST_MESSAGE_S = 5.0
+SILENT_STREAMS_MAX = 128
+
+
+class HiCachedService:
+    """Implements hicached.v1.HiCached on grpc.aio. Event loop only."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        *,
+        hellos: Hellos,
+        sessions: Sessions,
+        control: Control,
+        transfers: Transfers,
+        metrics: Metrics,
+    ) -> None:
+        self._config = config
+        self._hellos = hellos
+        self._sessions = sessions
+        self._control = control
+        self._transfers = transfers
+        self._metrics = metrics
+        self._calls = Calls(metrics, call_timeout_s_max=config.call_timeout_s_max)
+        self._silent_count = 0
+
+    async def wait_idle(self) -> None:
+        """Returns when no call runs; the streams of sessions do not count."""
+        await self._calls.wait_idle()
+
+    async def Session(self, _: object, context: CallContext) -> None:
+        """Hello, Welcome, and then silence until either side ends the session."""
+        async with self._calls.frame("Session", context):
+            hello = await self._read_hello(context)
+            session, welcome = self._hellos.welcome(hello, peer=context.peer())
+            try:
+                await context.write(pb.SessionEvent(welcome=welcome))
+                await self._until_end(context)
+            finally:
+                self._sessions.end(session, welcome.session_secret)
+
+    async def Lookup(self, request: pb.LookupRequest, context: CallContext) -> pb.LookupReply:
+        """OK or ABSENT for each key, with a lease on those that are OK if the client wants one."""
+        async with self._session_call("Lookup", request.session_secret, context) as (session, deadline):
+            keys = self._physical_keys(request.keys, request.key_bytes, session)
+            outcomes, lease_id = await self._control.lookup(session, keys, lease_ms=request.lease_ms, deadline=deadline)
+            self._metrics.count_items("Lookup", outcomes)
+            return pb.LookupReply(outcomes=bytes(outcomes), lease_id=lease_id)
+
+    async def Get(self, request: pb.TransferRequest, context: CallContext) -> pb.TransferReply:
+        """Backend -> registered memory. DEADLINE for an item means that its bytes may still be written to."""
+        async with self._session_call("Get", request.session_secret, context) as (session, deadline):
+            region = session.region(request.region_id)
+            batch = read_transfer(request, session, region.size_bytes, self._config)
+            await self._transfers.get(session, region, batch.extents, batch.outcomes, deadline=deadline)
+            return self._moved("Get", batch.outcomes, request.sizes)
+
+    async def Put(self, request: pb.TransferRequest, context: CallContext) -> pb.TransferReply:
+        """Registered memory -> backend. DEADLINE for an item means that its bytes may still be read."""
+        async with self._session_call("Put", request.session_secret, context) as (session, deadline):
+            region = session.region(request.region_id)
+            batch = read_transfer(request, session, region.size_bytes, self._config)
+            await self._transfers.put(session, region, batch.extents, batch.outcomes, deadline=deadline)
+            return self._moved("Put", batch.outcomes, request.sizes)
+
+    async def GetStream(self, request: pb.StreamGetRequest, context: CallContext) -> None:
+        """Backend -> frames."""
+        async with self._session_call("GetStream", request.session_secret, context) as (session, deadline):
+            batch = read_stream_get(request, session, self._config)
+            sender = StreamSender(self._transfers, session, frame_bytes_max=self._config.frame_bytes_max)
+            await sender.send_all(batch, context.write, deadline=deadline)
+            self._moved("GetStream", batch.outcomes, request.sizes)
+
+    async def PutStream(self, _: object, context: CallContext) -> pb.TransferReply:
+        """Frames -> backend."""
+
+        async def next_frame() -> pb.Frame | None:
+            message = await context.read()
+            return message if isinstance(message, pb.Frame) else None
+
+        async with self._calls.frame("PutStream", context) as deadline, asyncio.timeout_at(deadline):
+            first = await self._first_message(context)
+            if not isinstance(first, pb.Frame):
+                raise Refusal(RefusalCode.BAD_FRAME, "the stream ended before its first frame")
+            session = self._sessions.find(first.session_secret)
+            receiver = StreamReceiver(self._transfers, session, self._config)
+            with session.call():
+                outcomes = await receiver.receive_all(first, next_frame, deadline=deadline)
+            return self._moved("PutStream", outcomes, receiver.sizes)
+
+    async def Delete(self, request: pb.KeysRequest, context: CallContext) -> pb.TransferReply:
+        """Drops objects of the session's tenant."""
+        async with self._session_call("Delete", request.session_secret, context) as (session, deadline):
+            keys = self._physical_keys(request.keys, request.key_bytes, session)
+            outcomes = await self._control.delete(keys, deadline=deadline)
+            self._metrics.count_items("Delete", outcomes)
+            return pb.TransferReply(outcomes=bytes(outcomes))
+
+    async def Lease(self, request: pb.LeaseRequest, context: CallContext) -> pb.LeaseReply:
+        """Renews or releases a lease. Another session's lease is answered like one that has expired."""
+        async with self._session_call("Lease", request.session_secret, context) as (session, deadline):
+            held = await self._control.change_lease(
+                session, request.lease_id, lease_ms=request.lease_ms, deadline=deadline
+            )
+            return pb.LeaseReply(held=held)
+
+    async def Stats(self, request: pb.StatsRequest, context: CallContext) -> pb.StatsReply:
+        """Space of the store and of the session's tenant."""
+        async with self._session_call("Stats", request.session_secret, context) as (session, deadline):
+            space = await self._control.space(session.tenant.digest, deadline=deadline)
+            if space is None:
+                raise TimeoutError
+            return pb.StatsReply(
+                capacity_bytes=space.usage.capacity_bytes,
+                used_bytes=space.usage.stored_bytes,
+                objects=space.usage.objects,
+                tenant_used_bytes=space.tenant_bytes,
+                tenant_objects=space.tenant_objects,
+                backend=self._config.backend,
+                sessions=len(self._sessions),
+            )
+
+    @asynccontextmanager
+    async def _session_call(
+        self, method: str, secret: bytes, context: CallContext
+    ) -> AsyncIterator[tuple[OpenSession, float]]:
+        async with self._calls.frame(method, context) as deadline:
+            session = self._sessions.find(secret)
+            with session.call():
+                yield session, deadline
+
+    async def _read_hello(self, context: CallContext) -> pb.Hello:
+        self._sessions.check_open()
+        message = await self._first_message(context)
+        if not isinstance(message, pb.SessionRequest) or not message.HasField("hello"):
+            raise Refusal(RefusalCode.MALFORMED, "the first message of a session must be a hello")
+        return message.hello
+
+    async def _first_message(self, context: CallContext) -> object:
+        """The message that says who calls, or EOF. Streams of strangers who say nothing are few, and soon gone."""
+        if self._silent_count >= SILENT_STREAMS_MAX:
+            raise Refusal(RefusalCode.TOO_MANY_SESSIONS, f"{SILENT_STREAMS_MAX} streams have not sent anything yet")
+        self._silent_count += 1
+        try:
+            async with asyncio.timeout(FIRST_MESSAGE_S):
+                return await context.read()
+        except TimeoutError as error:
+            raise Refusal(RefusalCode.MALFORMED, f"nothing was sent within {FIRST_MESSAGE_S:g} s") from error
+        finally:
+            self._silent_count -= 1
+
+    async def _until_end(self, context: CallContext) -> None:
+        """Returns when the client half-closes. Raises Refusal when it says anything else, or when the daemon stops."""
+        reading = asyncio.ensure_future(context.read())
+        closing = asyncio.ensure_future(self._sessions.closing.wait())
+        try:
+            await asyncio.wait((reading, closing), return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            reading.cancel()
+            closing.cancel()
+        self._sessions.check_open()
+        if reading.done() and reading.result() is not grpc.aio.EOF:
+            raise Refusal(RefusalCode.MALFORMED, "a session has one hello")
+
+    def _physical_keys(self, packed: bytes, key_bytes: int, session: OpenSession) -> list[bytes]:
+        return [session.physical_key(key) for key in read_keys(packed, key_bytes, self._config)]
+
+    def _moved(self, method: str, outcomes: Sequence[Outcome], sizes: Sequence[int]) -> pb.TransferReply:
+        """Counts what a transfer did, and answers it."""
+        moved_bytes = sum(size for outcome, size in zip(outcomes, sizes, strict=True) if outcome is Outcome.OK)
+        self._metrics.transferred.labels(method=method).inc(moved_bytes)
+        self._metrics.count_items(method, outcomes)
+        return pb.TransferReply(outcomes=bytes(outcomes))

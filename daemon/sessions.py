@@ -1,0 +1,193 @@
+"""Sessions: what each client holds, and how all of it is freed when its stream ends, however it ends."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import secrets
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from hashlib import blake2b
+
+import structlog
+
+from hicache.daemon.budget import ByteBudget
+from hicache.daemon.memory import Region, RegionRefused
+from hicache.daemon.refusals import Refusal
+from hicache.daemon.tenants import Tenant
+from hicache.tenancy import physical_key
+from hicache.wire.protocol import SECRET_BYTES, RefusalCode
+
+REGIONS_PER_SESSION_MAX = 8
+LEASES_PER_SESSION_MAX = 4096
+CALLS_PER_SESSION_MAX = 64
+
+log = structlog.get_logger("hicache.daemon.sessions")
+
+
+class Session:
+    """One client between its hello and the end of its stream. Event loop only."""
+
+    def __init__(self, session_id: int, tenant: Tenant, client_name: str, budget: ByteBudget) -> None:
+        self.session_id = session_id
+        self.tenant = tenant
+        self.client_name = client_name
+        self.budget = budget
+        self.ended = False
+        self._regions: dict[int, Region] = {}
+        self._lease_ends_s: dict[int, float] = {}
+        self._calls = 0
+
+    def physical_key(self, key: bytes) -> bytes:
+        """The key in the store: nothing that a client sends can leave its tenant."""
+        return physical_key(self.tenant.digest, key)
+
+    @contextmanager
+    def call(self) -> Iterator[None]:
+        """One running call. Raises Refusal(TOO_MANY_CALLS) at the bound."""
+        if self._calls >= CALLS_PER_SESSION_MAX:
+            raise Refusal(RefusalCode.TOO_MANY_CALLS, f"a session may have {CALLS_PER_SESSION_MAX} calls at a time")
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+
+    @property
+    def call_count(self) -> int:
+        """Calls that run now."""
+        return self._calls
+
+    @property
+    def regions(self) -> list[Region]:
+        """Regions that are attached or still being detached."""
+        return list(self._regions.values())
+
+    def check_room_for_region(self) -> None:
+        """Raises RegionRefused when the session has ended or may not attach another region."""
+        if self.ended:
+            raise RegionRefused("the session has ended")
+        if len(self._regions) >= REGIONS_PER_SESSION_MAX:
+            raise RegionRefused(f"a session may attach {REGIONS_PER_SESSION_MAX} regions")
+
+    def attach(self, region: Region) -> None:
+        """Makes a region usable by the calls of this session."""
+        self.check_room_for_region()
+        self._regions[region.region_id] = region
+
+    def forget(self, region: Region) -> None:
+        """Drops a region that is gone."""
+        self._regions.pop(region.region_id, None)
+
+    def region(self, region_id: int) -> Region:
+        """The region for a transfer. Raises Refusal(UNKNOWN_REGION): never attached here, or detached."""
+        region = self._regions.get(region_id)
+        if region is None or region.detaching.is_set():
+            raise Refusal(RefusalCode.UNKNOWN_REGION, f"this session has no region {region_id}")
+        return region
+
+    def may_lease(self, now_s: float) -> bool:
+        """Whether another lease may be taken; forgets those that have run out."""
+        if len(self._lease_ends_s) >= LEASES_PER_SESSION_MAX:
+            self._lease_ends_s = {lease: end_s for lease, end_s in self._lease_ends_s.items() if end_s > now_s}
+        return len(self._lease_ends_s) < LEASES_PER_SESSION_MAX
+
+    def note_lease(self, lease_id: int, ends_s: float) -> None:
+        """Remembers a lease, so that it ends with the session."""
+        self._lease_ends_s[lease_id] = ends_s
+
+    def owns_lease(self, lease_id: int) -> bool:
+        """Whether the lease was taken by this session."""
+        return lease_id in self._lease_ends_s
+
+    def drop_lease(self, lease_id: int) -> None:
+        """Forgets a lease."""
+        self._lease_ends_s.pop(lease_id, None)
+
+    def end(self) -> list[int]:
+        """Detaches all regions; returns the leases, which the caller releases. Idempotent."""
+        self.ended = True
+        for region in self.regions:
+            region.detach()
+        leases = list(self._lease_ends_s)
+        self._lease_ends_s.clear()
+        return leases
+
+
+class Sessions:
+    """All sessions of the daemon. Event loop only."""
+
+    def __init__(
+        self,
+        *,
+        sessions_max: int,
+        session_inflight_bytes_max: int,
+        inflight_bytes_max: int,
+        release_lease: Callable[[int], None],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._by_secret: dict[bytes, Session] = {}
+        self._ids = itertools.count(1)
+        self._sessions_max = sessions_max
+        self._session_inflight_bytes_max = session_inflight_bytes_max
+        self.release_lease = release_lease
+        self.budget = ByteBudget(inflight_bytes_max)
+        self.clock = clock
+        self.opened_count = 0
+        self.closing = asyncio.Event()
+        self.mapped: set[Region] = set()  # those of ended sessions too, while a transfer still touches them
+        self._admitting = True
+
+    def __len__(self) -> int:
+        return len(self._by_secret)
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._by_secret.values()))
+
+    def stop_admitting(self) -> None:
+        """From now on hellos and calls are refused; what runs goes on until ``close``."""
+        self._admitting = False
+
+    def close(self) -> None:
+        """Ends all sessions."""
+        self.stop_admitting()
+        self.closing.set()
+
+    def check_open(self) -> None:
+        """Raises Refusal(SHUTTING_DOWN) once the daemon is on its way out."""
+        if not self._admitting:
+            raise Refusal(RefusalCode.SHUTTING_DOWN, "hicached is stopping")
+
+    def open(self, tenant: Tenant, client_name: str) -> tuple[Session, bytes]:
+        """A new session and its secret. Raises Refusal(TOO_MANY_SESSIONS or SHUTTING_DOWN)."""
+        self.check_open()
+        if len(self._by_secret) >= self._sessions_max:
+            raise Refusal(RefusalCode.TOO_MANY_SESSIONS, f"sessions_max is {self._sessions_max}")
+        secret = secrets.token_bytes(SECRET_BYTES)
+        budget = ByteBudget(self._session_inflight_bytes_max, parent=self.budget)
+        session = Session(next(self._ids), tenant, client_name, budget)
+        self._by_secret[_hashed(secret)] = session
+        self.opened_count += 1
+        log.info("session opened", session=session.session_id, tenant=tenant.name, client=client_name)
+        return session, secret
+
+    def find(self, secret: bytes) -> Session:
+        """The session that a call belongs to. Raises Refusal(UNKNOWN_SESSION or SHUTTING_DOWN)."""
+        self.check_open()
+        session = self._by_secret.get(_hashed(secret))
+        if session is None:
+            raise Refusal(RefusalCode.UNKNOWN_SESSION, "no session has this secret; it may have ended")
+        return session
+
+    def end(self, session: Session, secret: bytes) -> None:
+        """Frees what the session held: new calls are refused, regions go when their transfers end, leases at once."""
+        self._by_secret.pop(_hashed(secret), None)
+        for lease_id in session.end():
+            self.release_lease(lease_id)
+        log.info("session ended", session=session.session_id, tenant=session.tenant.name, client=session.client_name)
+
+
+def _hashed(secret: bytes) -> bytes:
+    """Secrets are looked up by hash: how long the lookup takes tells nothing about them."""
+    return blake2b(secret, digest_size=32).digest()

@@ -1,0 +1,124 @@
+"""The object store behind an event loop: blocking calls in threads, bounded queues, deadlines for those who wait."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
+
+from hicache.backends.base import GetItem, PutItem, Usage
+from hicache.backends.store_stats import StoreStats
+from hicache.daemon.workers import Job, Workers
+from hicache.outcome import Outcome
+
+T = TypeVar("T")
+
+CONTROL_THREADS = 2
+QUEUE_MAX = 8192  # jobs of at most a chunk each; sessions_max times the chunks that one session may queue is far less
+STUCK_S = 30.0  # a storage thread that works on one chunk for so long counts as stuck
+PROBE_TIMEOUT_S = 0.5
+
+
+class Store(Protocol):
+    """What the daemon calls of an object store (hicache.backends.store.ObjectStore). Thread-safe and blocking."""
+
+    def lookup(self, keys: Sequence[bytes], *, lease_s: float = 0.0) -> tuple[list[Outcome], int]:
+        """An outcome for each key, and the id of a lease on those that are OK (0: none was asked for)."""
+        ...
+
+    def renew(self, lease_id: int, *, lease_s: float) -> bool:
+        """Extends a lease; False when it is gone."""
+        ...
+
+    def release(self, lease_id: int) -> bool:
+        """Ends a lease; False when it is gone."""
+        ...
+
+    def get_into(self, items: Sequence[GetItem]) -> list[Outcome]:
+        """Reads each object into its target and verifies it there."""
+        ...
+
+    def put(self, items: Sequence[PutItem]) -> list[Outcome]:
+        """Stores each object, evicting others where there is no room."""
+        ...
+
+    def delete(self, keys: Sequence[bytes]) -> list[Outcome]:
+        """Drops objects."""
+        ...
+
+    def usage(self) -> Usage:
+        """Space as it is on the medium."""
+        ...
+
+    def tenant_usage(self, tenant: bytes) -> tuple[int, int]:
+        """Bytes and objects under one tenant digest."""
+        ...
+
+    def stats(self) -> StoreStats:
+        """Counters since the store was opened."""
+        ...
+
+    def close(self) -> None:
+        """Lets go of the medium."""
+        ...
+
+
+class Storage:
+    """Owns the threads that call the store. Two kinds, so that lookups never queue behind bulk transfers."""
+
+    def __init__(
+        self, store: Store, *, io_threads: int, stuck_s: float = STUCK_S, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.store = store
+        self._stuck_s = stuck_s
+        self.bulk = Workers("hicached-io", threads=io_threads, queue_max=QUEUE_MAX, clock=clock)
+        self.control = Workers("hicached-control", threads=CONTROL_THREADS, queue_max=QUEUE_MAX, clock=clock)
+
+    async def ask(self, work: Callable[[], T], *, timeout_s: float, too_late: Callable[[T], None] | None = None) -> T:
+        """Runs a short call of the store in a control thread and returns what it returns.
+
+        Raises TimeoutError after ``timeout_s``, QueueFull, or what ``work`` raises. Work that no thread has started by
+        then never runs; where it was running, ``too_late`` gets its result in the thread, to undo it.
+        """
+        job = self.control.submit(work)
+        try:
+            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(job.future)), timeout_s)
+        except (TimeoutError, asyncio.CancelledError):
+            if not self.control.withdraw(job) and too_late is not None:
+                _when_late(job, too_late)
+            raise
+
+    async def is_alive(self) -> bool:
+        """Whether the store answers a simple question at once, and some bulk thread is not stuck."""
+        stuck_count = sum(1 for busy_s in self.bulk.busy_for_s() if busy_s > self._stuck_s)
+        if stuck_count == self.bulk.thread_count:
+            return False
+        try:
+            await self.ask(self.store.usage, timeout_s=PROBE_TIMEOUT_S)
+        except Exception:
+            return False
+        return True
+
+    def close(self, *, timeout_s: float) -> bool:
+        """Blocking. Waits for the threads, then closes the store; False, and nothing closed, when one is stuck.
+
+        A store that is still in use cannot be closed: the caller ends the process, which backends survive.
+        """
+        started = time.monotonic()
+        ended = [
+            workers.close(timeout_s=max(0.0, started + timeout_s - time.monotonic()))
+            for workers in (self.control, self.bulk)
+        ]
+        if not all(ended):
+            return False
+        self.store.close()
+        return True
+
+
+def _when_late(job: Job[T], too_late: Callable[[T], None]) -> None:
+    def undo(_: object) -> None:
+        if not job.future.cancelled() and job.future.exception() is None:
+            too_late(job.future.result())
+
+    job.future.add_done_callback(undo)

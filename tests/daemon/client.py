@@ -1,0 +1,302 @@
+"""A raw client of hicached: the generated stubs and the memory socket, with nothing clever between."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import mmap
+import os
+import queue
+import socket
+from collections.abc import Iterator, Sequence
+from types import TracebackType
+from typing import Self
+
+import grpc
+import msgspec
+
+from hicache.checksum import payload_checksum
+from hicache.keys import FieldValue
+from hicache.outcome import Outcome
+from hicache.spec import namespace_digest
+from hicache.wire import hicached_pb2 as pb
+from hicache.wire.hicached_pb2_grpc import HiCachedStub
+from hicache.wire.protocol import (
+    MEMORY_ACCEPTED,
+    MEMORY_HELLO,
+    MEMORY_REFUSED,
+    MEMORY_STATUS_OK,
+    PROTOCOL_VERSION,
+    channel_options,
+    pack_keys,
+    parse_refusal,
+)
+
+CALL_S = 20.0
+EOF_S = 20.0
+
+DESCRIPTOR: dict[str, FieldValue] = {
+    "format_version": 1,
+    "model": "tiny",
+    "revision": "1",
+    "page_tokens": 64,
+    "key_hash": "blake2b",
+}
+
+
+def object_key(number: int, *, length: int = 36) -> bytes:
+    """A key as clients make them, told apart by ``number``."""
+    return number.to_bytes(8, "big").rjust(length, b"k")
+
+
+def payload_of(number: int, size_bytes: int) -> bytes:
+    """Bytes that differ for each number, at every position that matters."""
+    seed = (number * 2654435761 + 1).to_bytes(8, "little", signed=False)
+    return (seed * (size_bytes // 8 + 1))[:size_bytes]
+
+
+def refusal_code(error: grpc.RpcError) -> str:
+    """The code of a typed refusal; fails the test when it is some other error."""
+    parsed = parse_refusal(error.details())
+    assert parsed is not None, f"not a typed refusal: {error.code()} {error.details()}"
+    return str(parsed[0])
+
+
+class Memory:
+    """A memfd of a client, mapped here too."""
+
+    def __init__(self, size_bytes: int, *, seals: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW) -> None:
+        self.size_bytes = size_bytes
+        self.fd = os.memfd_create("test-l2", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.fd, size_bytes)
+        if seals:
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
+        self.bytes = mmap.mmap(self.fd, size_bytes)
+
+    def close(self) -> None:
+        self.bytes.close()
+        os.close(self.fd)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class MemoryRefused(Exception):
+    """The daemon did not take the memory."""
+
+
+class Attachment:
+    """A connection to the memory socket with a region behind it."""
+
+    def __init__(self, memory_socket: str, secret: bytes, fds: Sequence[int], size_bytes: int) -> None:
+        self.connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            self.connection.settimeout(EOF_S)
+            self.connection.connect(memory_socket)
+            hello = MEMORY_HELLO.pack(secret, size_bytes)
+            if fds:
+                socket.send_fds(self.connection, [hello], list(fds))
+            else:
+                self.connection.sendall(hello)
+            self.region_id = self._answer()
+        except BaseException:
+            self.connection.close()
+            raise
+
+    def _answer(self) -> int:
+        status = self._read(1)
+        if status[0] == MEMORY_STATUS_OK:
+            return int(MEMORY_ACCEPTED.unpack(status + self._read(MEMORY_ACCEPTED.size - 1))[1])
+        _, length = MEMORY_REFUSED.unpack(status + self._read(MEMORY_REFUSED.size - 1))
+        reason = self._read(length).decode()
+        assert self.connection.recv(1) == b"", "a refusal closes the connection"
+        raise MemoryRefused(reason)
+
+    def _read(self, size_bytes: int) -> bytes:
+        received = b""
+        while len(received) < size_bytes:
+            part = self.connection.recv(size_bytes - len(received))
+            if not part:
+                raise MemoryRefused("the connection ended without an answer")
+            received += part
+        return received
+
+    def half_close(self) -> None:
+        self.connection.shutdown(socket.SHUT_WR)
+
+    def is_at_end(self, *, within_s: float) -> bool:
+        """Whether the daemon has closed the connection: nobody touches the memory any more."""
+        self.connection.settimeout(within_s)
+        try:
+            return self.connection.recv(1) == b""
+        except TimeoutError:
+            return False
+
+    def close(self) -> None:
+        self.connection.close()
+
+
+class Client:
+    """One session. ``target`` is a gRPC target: ``unix:/path`` or ``host:port``."""
+
+    def __init__(
+        self,
+        target: str,
+        *,
+        token: str = "",
+        descriptor: dict[str, FieldValue] | None = None,
+        name: str = "test",
+        version: int = PROTOCOL_VERSION,
+        digest: bytes | None = None,
+        raw_descriptor: bytes | None = None,
+    ) -> None:
+        described = DESCRIPTOR if descriptor is None else descriptor
+        hello = pb.Hello(
+            protocol_version=version,
+            token=token,
+            namespace_digest=namespace_digest(described) if digest is None else digest,
+            namespace_descriptor=msgspec.msgpack.encode(described) if raw_descriptor is None else raw_descriptor,
+            client_name=name,
+        )
+        self.channel = grpc.insecure_channel(target, options=channel_options())
+        self.stub = HiCachedStub(self.channel)
+        self._requests: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
+        self._requests.put(pb.SessionRequest(hello=hello))
+        self._attachments: list[Attachment] = []
+        self.stream = self.stub.Session(iter(self._requests.get, None))
+        try:
+            self.welcome = next(self.stream).welcome
+        except BaseException:
+            self.close()
+            raise
+        self.secret = self.welcome.session_secret
+
+    def attach(self, memory: Memory, *, size_bytes: int | None = None) -> Attachment:
+        size = memory.size_bytes if size_bytes is None else size_bytes
+        attachment = Attachment(self.welcome.memory_socket, self.secret, [memory.fd], size)
+        self._attachments.append(attachment)
+        return attachment
+
+    def lookup(
+        self, keys: Sequence[bytes], *, lease_ms: int = 0, timeout_s: float = CALL_S
+    ) -> tuple[list[Outcome], int]:
+        packed, key_bytes = pack_keys(keys)
+        request = pb.LookupRequest(session_secret=self.secret, keys=packed, key_bytes=key_bytes, lease_ms=lease_ms)
+        reply = self.stub.Lookup(request, timeout=timeout_s)
+        return outcomes_of(reply.outcomes), reply.lease_id
+
+    def present(self, keys: Sequence[bytes]) -> list[bool]:
+        return [outcome is Outcome.OK for outcome in self.lookup(keys)[0]]
+
+    def request(
+        self, region_id: int, keys: Sequence[bytes], offsets: Sequence[int], sizes: Sequence[int]
+    ) -> pb.TransferRequest:
+        packed, key_bytes = pack_keys(keys)
+        return pb.TransferRequest(
+            session_secret=self.secret,
+            region_id=region_id,
+            keys=packed,
+            key_bytes=key_bytes,
+            offsets=offsets,
+            sizes=sizes,
+        )
+
+    def put(
+        self,
+        region_id: int,
+        keys: Sequence[bytes],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        timeout_s: float = CALL_S,
+    ) -> list[Outcome]:
+        reply = self.stub.Put(self.request(region_id, keys, offsets, sizes), timeout=timeout_s)
+        return outcomes_of(reply.outcomes)
+
+    def get(
+        self,
+        region_id: int,
+        keys: Sequence[bytes],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        timeout_s: float = CALL_S,
+    ) -> list[Outcome]:
+        reply = self.stub.Get(self.request(region_id, keys, offsets, sizes), timeout=timeout_s)
+        return outcomes_of(reply.outcomes)
+
+    def delete(self, keys: Sequence[bytes]) -> list[Outcome]:
+        packed, key_bytes = pack_keys(keys)
+        request = pb.KeysRequest(session_secret=self.secret, keys=packed, key_bytes=key_bytes)
+        return outcomes_of(self.stub.Delete(request, timeout=CALL_S).outcomes)
+
+    def lease(self, lease_id: int, *, lease_ms: int) -> bool:
+        request = pb.LeaseRequest(session_secret=self.secret, lease_id=lease_id, lease_ms=lease_ms)
+        return bool(self.stub.Lease(request, timeout=CALL_S).held)
+
+    def stats(self) -> pb.StatsReply:
+        return self.stub.Stats(pb.StatsRequest(session_secret=self.secret), timeout=CALL_S)
+
+    def frames(self, keys: Sequence[bytes], payloads: Sequence[bytes]) -> Iterator[pb.Frame]:
+        frame_bytes = self.welcome.limits.frame_bytes_max
+        for index, (key, payload) in enumerate(zip(keys, payloads, strict=True)):
+            for start in range(0, len(payload), frame_bytes):
+                part = payload[start : start + frame_bytes]
+                frame = pb.Frame(index=index, payload=part)
+                if index == 0 and start == 0:
+                    frame.session_secret = self.secret
+                if start == 0:
+                    frame.key, frame.size = key, len(payload)
+                if start + len(part) == len(payload):
+                    frame.last, frame.checksum = True, payload_checksum(key, payload)
+                yield frame
+
+    def put_stream(self, keys: Sequence[bytes], payloads: Sequence[bytes]) -> list[Outcome]:
+        return self.put_frames(self.frames(keys, payloads))
+
+    def put_frames(self, frames: Iterator[pb.Frame]) -> list[Outcome]:
+        return outcomes_of(self.stub.PutStream(frames, timeout=CALL_S).outcomes)
+
+    def stream_request(self, keys: Sequence[bytes], sizes: Sequence[int]) -> pb.StreamGetRequest:
+        packed, key_bytes = pack_keys(keys)
+        return pb.StreamGetRequest(session_secret=self.secret, keys=packed, key_bytes=key_bytes, sizes=sizes)
+
+    def get_stream(
+        self, keys: Sequence[bytes], sizes: Sequence[int], *, timeout_s: float = CALL_S
+    ) -> list[bytes | Outcome]:
+        """The payload of each object, checked against its checksum, or its outcome."""
+        parts: list[bytearray] = [bytearray() for _ in keys]
+        results: list[bytes | Outcome | None] = [None] * len(keys)
+        for frame in self.stub.GetStream(self.stream_request(keys, sizes), timeout=timeout_s):
+            if frame.outcome != Outcome.OK:
+                results[frame.index] = Outcome(frame.outcome)
+                continue
+            assert len(frame.payload) <= self.welcome.limits.frame_bytes_max
+            parts[frame.index] += frame.payload
+            if frame.last:
+                payload = bytes(parts[frame.index])
+                assert payload_checksum(keys[frame.index], payload) == frame.checksum
+                results[frame.index] = payload
+        return [result for result in results if result is not None]
+
+    def close(self) -> None:
+        self._requests.put(None)
+        for attachment in self._attachments:
+            attachment.close()
+        with contextlib.suppress(grpc.RpcError):
+            for _ in self.stream:
+                pass
+        self.channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+
+def outcomes_of(raw: bytes) -> list[Outcome]:
+    return [Outcome(value) for value in raw]

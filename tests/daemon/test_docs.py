@@ -1,0 +1,143 @@
+"""Whatever the code has, the documentation lists, and the other way round; and no metric stands still for ever."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from hicache.backends.faulty import Fault, FaultKind
+from hicache.daemon.config import FIELDS, DaemonConfig
+from hicache.daemon.refusals import STATUS_OF
+from hicache.daemon.settings import size
+from hicache.errors import BackendError
+from hicache.outcome import Outcome
+from hicache.wire.protocol import RefusalCode
+from tests.daemon.client import CALL_S, Attachment, Client, Memory, MemoryRefused, object_key, payload_of
+from tests.daemon.conftest import ThreadedDaemon
+from tests.daemon.rig import http_get, scrape, wait_until
+
+TEXT = (Path(__file__).parents[2] / "docs" / "hicached.md").read_text(encoding="utf-8")
+PAGE = 64 * 1024
+
+
+def table(section: str, *, number: int = 0) -> dict[str, list[str]]:
+    """Rows of the ``number``-th table of a section by the word in their first column."""
+    body = TEXT.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    tables = re.findall(r"(?:^\|.*\n)+", body, flags=re.MULTILINE)
+    rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in tables[number].splitlines()[2:]]
+    return {row[0].strip("`"): row[1:] for row in rows}
+
+
+def test_every_setting_is_documented_with_its_default() -> None:
+    documented = table("Settings")
+    assert list(documented) == list(FIELDS)
+    defaults = DaemonConfig()
+    for name, (default, _) in documented.items():
+        value = getattr(defaults, name)
+        shown = "" if default == "(none)" else default.strip("`")
+        assert shown == str(value) or ((name.endswith("_bytes") or "bytes" in name) and size(0)(name, shown) == value)
+
+
+def test_every_refusal_is_documented_with_its_status() -> None:
+    documented = table("Refusals")
+    assert list(documented) == [code.value for code in RefusalCode]
+    assert {code: row[0] for code, row in documented.items()} == {
+        code.value: status.name for code, status in STATUS_OF.items()
+    }
+
+
+def test_every_outcome_is_documented() -> None:
+    assert set(table("Refusals", number=1)) == {outcome.name for outcome in Outcome}
+
+
+def test_every_route_is_documented(daemon: ThreadedDaemon) -> None:
+    for route in table("HTTP"):
+        assert http_get(daemon.ready.http, route)[0] == 200
+
+
+def families(daemon: ThreadedDaemon) -> set[str]:
+    """Names of all metrics as Prometheus users write them."""
+    names = set()
+    for metric in daemon.daemon.metrics.registry.collect():
+        names.add(metric.name + "_total" if metric.type == "counter" else metric.name)
+    return names
+
+
+def test_every_metric_is_documented(daemon: ThreadedDaemon) -> None:
+    assert families(daemon) == set(table("Metrics"))
+
+
+def test_br_111_every_metric_moves(start_thread: Callable[..., ThreadedDaemon], folder: Path) -> None:
+    daemon = start_thread(capacity_bytes="8MiB", object_bytes_max=PAGE)
+    still = {"hicache_daemon_info", "hicache_store_capacity_bytes", "hicache_process_max_fds"}
+    still |= {"hicache_process_start_time_seconds", "hicache_process_virtual_memory_bytes"}
+    samples = [scrape(daemon.ready.http)]
+
+    def look() -> None:
+        samples.append(scrape(daemon.ready.http))
+
+    with Client(daemon.target) as client, Memory(PAGE) as memory:
+        region = client.attach(memory).region_id
+        drive_calls(daemon, client, region, look)
+        drive_refusals(daemon, client, memory)
+        drive_the_store(daemon, client, region, look)
+        look()
+    daemon.daemon.metrics.ready.set(0)
+    look()
+
+    moved = {
+        name.partition("{")[0]
+        for before, after in itertools.pairwise(samples)
+        for name, value in after.items()
+        if before.get(name, 0.0) != value
+    }
+    moved |= {name.removesuffix("_count") for name in moved}
+    assert set(table("Metrics")) - still - moved == set()
+
+
+def drive_calls(daemon: ThreadedDaemon, client: Client, region: int, look: Callable[[], None]) -> None:
+    keys = [object_key(number) for number in range(3)]
+    assert client.put(region, keys, [0, 8, 16], [8] * 3) == [Outcome.OK] * 3
+    assert client.put_stream([object_key(4)], [b"x"]) == [Outcome.OK]
+    assert client.get_stream([object_key(4)], [1]) == [b"x"]
+    _, lease = client.lookup(keys, lease_ms=60_000)
+    look()
+    assert client.lease(lease, lease_ms=0)
+    stuck = daemon.backend.arm("get_into", Fault(FaultKind.LATE))
+    request = client.request(region, keys, [0, 8, 16], [8] * 3)
+    waiting = [client.stub.Get.future(request, timeout=CALL_S) for _ in range(3)]  # one more than there are threads
+    wait_until(lambda: daemon.metric("hicache_storage_queued_chunks") > 0, what="a chunk waits")
+    look()
+    stuck.release()
+    for call in waiting:
+        call.result()
+    client.delete(keys)
+
+
+def drive_refusals(daemon: ThreadedDaemon, client: Client, memory: Memory) -> None:
+    with pytest.raises(grpc.RpcError):
+        Client(daemon.target, token="nobody")
+    with pytest.raises(MemoryRefused):
+        Attachment(client.welcome.memory_socket, b"?" * 32, [memory.fd], PAGE)
+    assert http_get(daemon.ready.http, "/metrics", host="evil.example")[0] == 421
+
+
+def drive_the_store(daemon: ThreadedDaemon, client: Client, region: int, look: Callable[[], None]) -> None:
+    daemon.backend.arm("delete", Fault(FaultKind.EIO, times=1))
+    for number in range(100, 400):
+        client.put_stream([object_key(number)], [payload_of(number, PAGE)])
+    daemon.backend.arm("get_into", Fault(FaultKind.WRONG_BYTES, times=1))
+    assert client.get(region, [object_key(399)], [0], [PAGE]) == [Outcome.CORRUPT]
+
+    def broken(_: object) -> list[Outcome]:
+        raise BackendError("the medium is gone")
+
+    daemon.backend.get_into = broken  # type: ignore[method-assign,assignment]  # a backend that is broken as a whole
+    assert client.get(region, [object_key(398)], [0], [PAGE]) == [Outcome.IO_ERROR]
+    del daemon.backend.get_into
+    look()
