@@ -1,0 +1,70 @@
+"""How an object lies in a file: its name, its place in bounded folders, its header."""
+
+from __future__ import annotations
+
+import struct
+from base64 import b32decode, b32encode
+from dataclasses import dataclass
+
+import xxhash
+
+from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX
+
+HEADER_BYTES = 4096  # one block, so that the payload behind it is aligned for direct I/O
+BLOCK_BYTES = 4096
+FAN_OUT = 256  # folders in a folder, two levels deep: 65,536 folders however many objects there are
+_MAGIC = b"HICACHE1"
+_FIXED = struct.Struct("<8sQQQH")  # magic, check, size, checksum, length of the key; then the key
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectHeader:
+    """What a file says of the object in it."""
+
+    key: bytes
+    size_bytes: int
+    checksum: int
+
+    def encode(self) -> bytes:
+        """The header block."""
+        tail = struct.pack("<QQH", self.size_bytes, self.checksum, len(self.key)) + self.key
+        raw = _MAGIC + struct.pack("<Q", xxhash.xxh3_64_intdigest(tail)) + tail
+        return raw.ljust(HEADER_BYTES, b"\0")
+
+
+def decode_header(raw: bytes | bytearray) -> ObjectHeader | None:
+    """The header; None when it is damaged, or of another format."""
+    if len(raw) != HEADER_BYTES:
+        return None
+    magic, check, size_bytes, checksum, key_length = _FIXED.unpack_from(raw)
+    if magic != _MAGIC or key_length > PHYSICAL_KEY_BYTES_MAX:
+        return None
+    key = bytes(raw[_FIXED.size : _FIXED.size + key_length])
+    if check != xxhash.xxh3_64_intdigest(raw[16 : _FIXED.size + key_length]):
+        return None
+    return ObjectHeader(key, size_bytes, checksum)
+
+
+def stored_bytes_of(size_bytes: int) -> int:
+    """Header and payload in whole blocks."""
+    return HEADER_BYTES + -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def object_path(root: str, key: bytes) -> str:
+    """``root/ab/cd/<key>``: folders by a hash of the key, the name by the key itself so that a scan reads names only.
+
+    Base32 in lower case keeps names apart where case does not count; 128 bytes become 205 characters.
+    """
+    folder = xxhash.xxh3_64_intdigest(key)
+    name = b32encode(key).decode().rstrip("=").lower()
+    return f"{root}/{folder & 0xFF:02x}/{folder >> 8 & 0xFF:02x}/{name}"
+
+
+def key_of_name(name: str) -> bytes | None:
+    """The key that ``object_path`` made ``name`` of; None for a name that it does not make."""
+    try:
+        key = b32decode(name.upper() + "=" * (-len(name) % 8))
+    except ValueError:
+        return None
+    is_ours = b32encode(key).decode().rstrip("=").lower() == name
+    return key if is_ours and 1 <= len(key) <= PHYSICAL_KEY_BYTES_MAX else None

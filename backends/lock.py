@@ -1,0 +1,73 @@
+"""Ownership of a directory by one live process."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+from pathlib import Path
+
+from hicache.errors import StorageInUse
+
+LOCK_NAME = "hicache.lock"
+_HOLDER_BYTES_MAX = 4096
+
+
+class DirectoryLock:
+    """Holds ``<directory>/hicache.lock`` until ``release`` or the death of the process, however it comes.
+
+    The lock is an flock, which belongs to the opened file: a second open is refused in this process too, and by
+    whatever path the directory is reached (a symbolic link, a relative path). The file names its holder.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        """Raises StorageInUse naming the holder's pid and command."""
+        self._path = directory / LOCK_NAME
+        self._fd: int | None = self._acquire(directory)
+
+    def _acquire(self, directory: Path) -> int:
+        while True:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as error:
+                holder = os.pread(fd, _HOLDER_BYTES_MAX, 0).decode(errors="replace").strip()
+                os.close(fd)
+                raise StorageInUse(str(directory), holder or "another process") from error
+            except OSError:
+                os.close(fd)
+                raise
+            if names_file(self._path, fd):
+                _name_holder(fd)
+                return fd
+            os.close(fd)  # somebody replaced the file between open and flock
+
+    def release(self) -> None:
+        """Let go. Idempotent. The file stays: removing it would let two owners lock two files."""
+        if self._fd is not None:
+            os.close(self._fd)
+            self._fd = None
+
+
+def _name_holder(fd: int) -> None:
+    """Write who holds the lock; it is held all the same when the disk has no room for that."""
+    with contextlib.suppress(OSError):
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, f"pid {os.getpid()} ({own_command()})\n".encode()[:_HOLDER_BYTES_MAX], 0)
+
+
+def names_file(path: Path, fd: int) -> bool:
+    """Whether ``path`` still names the file opened as ``fd``."""
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(fd))
+    except FileNotFoundError:
+        return False
+
+
+def own_command() -> str:
+    """The command line of this process, for people who look for a holder."""
+    try:
+        raw = Path("/proc/self/cmdline").read_bytes()
+    except OSError:
+        return "unknown command"
+    return " ".join(part.decode(errors="replace") for part in raw.split(b"\0") if part)

@@ -1,0 +1,63 @@
+"""Space on a file system: asked for, and taken before it is used."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from hicache.errors import ConfigError
+
+OUT_OF_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+_BLOCK_BYTES = 512  # the unit of st_blocks
+_SPARE_BYTES = 1 << 20  # left for the small files beside
+
+
+def free_bytes(path: Path) -> int:
+    """What an unprivileged process may still write on the file system of ``path``."""
+    stat = os.statvfs(path)
+    return stat.f_bavail * stat.f_frsize
+
+
+def total_bytes(path: Path) -> int:
+    """The size of the file system of ``path``."""
+    stat = os.statvfs(path)
+    return stat.f_blocks * stat.f_frsize
+
+
+def require_space(path: Path, size_bytes: int, *, capacity_bytes: int) -> None:
+    """Raise ConfigError unless a file ``path`` of ``size_bytes`` has, or can get, all its space."""
+    allocated = os.stat(path).st_blocks * _BLOCK_BYTES if path.exists() else 0
+    missing_bytes = size_bytes - allocated
+    free = free_bytes(path.parent)
+    if missing_bytes > 0 and missing_bytes + _SPARE_BYTES > free:
+        raise no_room(path, capacity_bytes, missing_bytes=missing_bytes + _SPARE_BYTES, free=free)
+
+
+def take_space(path: Path, size_bytes: int, *, capacity_bytes: int, restore_bytes: int) -> None:
+    """Give ``path`` all its blocks up to ``size_bytes``; content stays.
+
+    A map over a file with holes is a SIGBUS on a full disk. Raises ConfigError, and cuts the file back to
+    ``restore_bytes``, when the file system (or a quota, or a file size limit) does not give that much.
+    """
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        try:
+            os.posix_fallocate(fd, 0, size_bytes)
+        except OSError as error:
+            if error.errno not in OUT_OF_SPACE_ERRNOS:
+                raise
+            os.ftruncate(fd, restore_bytes)
+            raise no_room(path, capacity_bytes, missing_bytes=size_bytes, free=free_bytes(path.parent)) from error
+    finally:
+        os.close(fd)
+
+
+def no_room(path: Path, capacity_bytes: int, *, missing_bytes: int, free: int) -> ConfigError:
+    """The error that says what ``path`` needs and what there is."""
+    return ConfigError(
+        "capacity_bytes",
+        capacity_bytes,
+        f"a capacity that fits: {path} needs {missing_bytes} bytes more and the file system lets it have {free}; "
+        "lower capacity_bytes, free space, or choose another path",
+    )

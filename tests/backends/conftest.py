@@ -1,0 +1,5 @@
+"""Failures inside the shared contract are explained like those in a test module."""
+
+import pytest
+
+pytest.register_assert_rewrite("tests.backends.contract", "tests.backends.payloads")

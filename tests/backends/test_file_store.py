@@ -1,0 +1,360 @@
+"""What files need beyond the contract: failing system calls, dead and live writers, strange names."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.file_calls import FileCalls
+from hicache.backends.file_layout import FAN_OUT, HEADER_BYTES, ObjectHeader, decode_header, key_of_name, object_path
+from hicache.backends.file_store import FileBackend
+from hicache.backends.file_writer import WriterFolder, remove_dead_writers
+from hicache.outcome import Outcome
+from tests.backends.payloads import get, key, payload, put
+from tests.backends.tampering import files_under
+
+MIB = 1 << 20
+CAPACITY_BYTES = 16 * MIB
+
+
+class FailingCalls(FileCalls):
+    """Fails a certain call of a kind, counted from 0."""
+
+    def __init__(self) -> None:
+        self.faults: dict[str, int] = {}
+        self.error = errno.EIO
+        self.is_short = False  # writes half of what it is asked for, instead of failing
+        self.seen: list[str] = []
+
+    def arm(self, call: str, at: int, error: int = errno.EIO, *, is_short: bool = False) -> None:
+        self.faults = {call: at}
+        self.error, self.is_short = error, is_short
+        self.seen.clear()
+
+    def arm_too(self, call: str, at: int) -> None:
+        self.faults[call] = at
+
+    def _meet(self, call: str) -> bool:
+        is_hit = self.faults.get(call) == self.seen.count(call)
+        self.seen.append(call)
+        if is_hit and not self.is_short:
+            raise OSError(self.error, os.strerror(self.error))
+        return is_hit
+
+    def create(self, path: str) -> int:
+        self._meet("create")
+        return super().create(path)
+
+    def write(self, fd: int, part: memoryview | bytes, offset: int) -> int:
+        is_hit = self._meet("write")
+        return super().write(fd, part[: len(part) // 2] if is_hit else part, offset)
+
+    def close(self, fd: int) -> None:
+        super().close(fd)
+        self._meet("close")
+
+    def rename(self, source: str, target: str) -> None:
+        self._meet("rename")
+        super().rename(source, target)
+
+    def read(self, fd: int, target: memoryview, offset: int) -> int:
+        is_hit = self._meet("read")
+        return super().read(fd, target[: len(target) // 2] if is_hit else target, offset)
+
+    def open(self, path: str) -> int:
+        self._meet("open")
+        return super().open(path)
+
+    def remove(self, path: str) -> None:
+        self._meet("remove")
+        super().remove(path)
+
+
+@pytest.fixture
+def directory(tmp_path: Path) -> Path:
+    return tmp_path / "store"
+
+
+@pytest.fixture
+def calls() -> FailingCalls:
+    return FailingCalls()
+
+
+@pytest.fixture
+def backend(directory: Path, calls: FailingCalls) -> Iterator[FileBackend]:
+    backend = FileBackend.open(directory, capacity_bytes=CAPACITY_BYTES, calls=calls)
+    yield backend
+    calls.arm("", 0)
+    backend.close()
+
+
+def files_of(directory: Path) -> list[Path]:
+    """Objects and unfinished files."""
+    unfinished = [path for path in files_under(directory / "unfinished") if path.suffix != ".alive"]
+    return files_under(directory / "objects") + unfinished
+
+
+WRITE_CALLS = [("create", 0), ("write", 0), ("write", 1), ("write", 2), ("write", 3), ("close", 0), ("rename", 0)]
+
+
+@pytest.mark.parametrize(("call", "at"), WRITE_CALLS)
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [(errno.EIO, Outcome.IO_ERROR), (errno.ENOSPC, Outcome.NO_SPACE), (errno.EDQUOT, Outcome.NO_SPACE)],
+)
+def test_br_074_a_put_that_fails_at_any_call_leaves_no_trace(
+    backend: FileBackend, calls: FailingCalls, directory: Path, call: str, at: int, error: int, outcome: Outcome
+) -> None:
+    content = payload(1, 3 * 512 * 1024)  # three segments and the header are four writes
+    put(backend, (key(0), b"first in the folders"))
+    calls.arm(call, at, error)
+    assert put(backend, (key(1), content), (key(2), b"unharmed")) == [outcome, Outcome.OK]
+    assert calls.seen.count(call) > at
+    assert get(backend, key(1), len(content))[0] is Outcome.ABSENT
+    assert len(files_of(directory)) == 2
+    assert backend.usage().objects == 2
+    calls.arm("", 0)
+    assert put(backend, (key(1), content)) == [Outcome.OK]
+    assert get(backend, key(1), len(content)) == (Outcome.OK, content)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_br_074_a_short_write_is_completed(backend: FileBackend, calls: FailingCalls, at: int) -> None:
+    content = payload(1, 3 * 512 * 1024)
+    calls.arm("write", at, is_short=True)
+    assert put(backend, (key(1), content)) == [Outcome.OK]
+    assert get(backend, key(1), len(content)) == (Outcome.OK, content)
+
+
+@pytest.mark.parametrize("at", range(3))
+def test_a_short_read_is_completed(backend: FileBackend, calls: FailingCalls, at: int) -> None:
+    content = payload(1, 2 * 512 * 1024)
+    put(backend, (key(1), content))
+    calls.arm("read", at, is_short=True)
+    assert get(backend, key(1), len(content)) == (Outcome.OK, content)
+
+
+@pytest.mark.parametrize(("call", "at"), [("open", 0), ("read", 0), ("read", 1)])
+def test_a_read_error_drops_nothing(backend: FileBackend, calls: FailingCalls, call: str, at: int) -> None:
+    put(backend, (key(1), b"still there"))
+    calls.arm(call, at)
+    assert get(backend, key(1), 11)[0] is Outcome.IO_ERROR
+    assert get(backend, key(1), 11) == (Outcome.OK, b"still there")
+
+
+def test_a_delete_that_can_neither_move_nor_unlink_says_so_and_keeps_the_object(
+    backend: FileBackend, calls: FailingCalls
+) -> None:
+    put(backend, (key(1), b"a"), (key(2), b"b"))
+    calls.arm("rename", 0)
+    calls.arm_too("remove", 0)
+    assert backend.delete([key(1), key(2)]) == [Outcome.IO_ERROR, Outcome.OK]
+    assert backend.contains([key(1), key(2)]) == [True, False]
+    assert backend.usage().objects == 1
+
+
+def test_a_delete_that_cannot_move_the_file_unlinks_it(
+    backend: FileBackend, calls: FailingCalls, directory: Path
+) -> None:
+    put(backend, (key(1), b"a"))
+    calls.arm("rename", 0)
+    assert backend.delete([key(1)]) == [Outcome.OK]
+    assert files_of(directory) == []
+
+
+def inode_of(directory: Path, name: bytes) -> int:
+    return os.stat(object_path(str(directory / "objects"), name)).st_ino
+
+
+def test_the_file_of_a_removed_object_is_written_again(backend: FileBackend, directory: Path) -> None:
+    put(backend, (key(1), payload(1, 100_000)))
+    inode = inode_of(directory, key(1))
+    backend.delete([key(1)])
+    assert backend.usage().stored_bytes == 0
+    put(backend, (key(2), payload(2, 100_001)), (key(3), payload(3, 100_000)))
+    assert inode_of(directory, key(3)) == inode
+    assert inode_of(directory, key(2)) != inode
+    assert get(backend, key(3), 100_000) == (Outcome.OK, payload(3, 100_000))
+    assert get(backend, key(1), 100_000)[0] is Outcome.ABSENT
+
+
+def test_spare_files_are_bounded_and_give_way_to_objects(directory: Path) -> None:
+    backend = FileBackend.open(directory, capacity_bytes=4 * MIB)
+    numbers = range(39)
+    put(backend, *[(key(number), payload(number, 100_000)) for number in numbers])
+    backend.delete([key(number) for number in numbers])
+    assert 0 < sum(path.stat().st_size for path in files_of(directory)) <= 4 * MIB // 16 + 4096 * 39
+    put(backend, *[(key(number), payload(number, 90_000)) for number in range(100, 142)])
+    on_disk = sum(path.stat().st_size for path in files_of(directory))
+    assert backend.usage().stored_bytes <= on_disk + 4096 * 42
+    assert on_disk <= 4 * MIB
+    backend.close()
+    assert list((directory / "unfinished").iterdir()) == []
+
+
+def test_a_put_on_a_full_disk_gives_the_spare_files_up_and_tries_again(
+    backend: FileBackend, calls: FailingCalls, directory: Path
+) -> None:
+    put(backend, (key(1), payload(1, 100_000)))
+    backend.delete([key(1)])
+    assert len(files_of(directory)) == 1
+    calls.arm("write", 0, errno.ENOSPC)
+    assert put(backend, (key(2), payload(2, 5000))) == [Outcome.OK]
+    assert len(files_of(directory)) == 1
+
+
+def test_a_file_that_is_being_read_is_not_written_again(directory: Path) -> None:
+    calls = BlockingCalls("read")
+    backend = FileBackend.open(directory, capacity_bytes=CAPACITY_BYTES, calls=calls)
+    put(backend, (key(1), payload(1, MIB)))
+    found: list[tuple[Outcome, bytes]] = []
+    reader = threading.Thread(target=lambda: found.append(get(backend, key(1), MIB)))
+    reader.start()
+    assert calls.is_midway.wait(timeout=30)
+    assert backend.delete([key(1)]) == [Outcome.OK]
+    assert put(backend, (key(2), payload(2, MIB)), (key(1), payload(1, MIB))) == [Outcome.OK] * 2
+    calls.go_on.set()
+    reader.join(timeout=30)
+    assert found == [(Outcome.OK, payload(1, MIB))]
+    backend.close()
+
+
+class BlockingCalls(FileCalls):
+    """Stops in the second call of a kind until told to go on."""
+
+    def __init__(self, call: str) -> None:
+        self.call = call
+        self.count = 0
+        self.is_midway = threading.Event()
+        self.go_on = threading.Event()
+
+    def _meet(self, call: str) -> None:
+        self.count += call == self.call
+        if call == self.call and self.count == 2:
+            self.is_midway.set()
+            assert self.go_on.wait(timeout=30)
+
+    def write(self, fd: int, part: memoryview | bytes, offset: int) -> int:
+        self._meet("write")
+        return super().write(fd, part, offset)
+
+    def read(self, fd: int, target: memoryview, offset: int) -> int:
+        self._meet("read")
+        return super().read(fd, target, offset)
+
+
+def test_br_078_an_object_is_absent_until_it_is_complete_and_readers_block_no_writer(directory: Path) -> None:
+    calls = BlockingCalls("write")
+    backend = FileBackend.open(directory, capacity_bytes=CAPACITY_BYTES, calls=calls)
+    content = payload(1, MIB)
+    writer = threading.Thread(target=put, args=(backend, (key(1), content)))
+    writer.start()
+    assert calls.is_midway.wait(timeout=30)
+    for _ in range(10):
+        assert backend.contains([key(1)]) == [False]
+        assert get(backend, key(1), MIB)[0] is Outcome.ABSENT
+    calls.go_on.set()
+    writer.join(timeout=30)
+    assert get(backend, key(1), MIB) == (Outcome.OK, content)
+    backend.close()
+
+
+def test_br_063_unfinished_files_of_dead_writers_go_and_those_of_live_ones_stay(directory: Path) -> None:
+    unfinished = directory / "unfinished"
+    unfinished.mkdir(parents=True)
+    live = WriterFolder(unfinished)
+    Path(live.new_path()).write_bytes(b"half an object")
+    for number in range(3):
+        (unfinished / "4711-dead").mkdir(exist_ok=True)
+        (unfinished / "4711-dead" / str(number)).write_bytes(b"half an object")
+    (unfinished / "4711-dead.alive").touch()
+    (unfinished / "4712-dead.alive").touch()  # killed before it had a folder
+    assert remove_dead_writers(unfinished) == 3
+    assert [path.name for path in files_under(unfinished) if path.suffix != ".alive"] == ["0"]
+    live.close()
+    live.close()
+    assert list(unfinished.iterdir()) == []
+
+
+def test_br_063_opening_a_store_removes_orphans_and_counts_them(directory: Path) -> None:
+    FileBackend.open(directory, capacity_bytes=CAPACITY_BYTES).close()
+    (directory / "unfinished" / "1-dead").mkdir(parents=True)
+    (directory / "unfinished" / "1-dead" / "0").write_bytes(bytes(50_000))
+    (directory / "unfinished" / "1-dead.alive").touch()
+    backend = FileBackend.open(directory, capacity_bytes=CAPACITY_BYTES)
+    assert backend.orphans_removed == 1
+    assert files_of(directory) == []
+    assert backend.usage().stored_bytes == 0
+    backend.close()
+
+
+def test_a_writer_holds_its_lock_as_long_as_it_lives(tmp_path: Path) -> None:
+    writer = WriterFolder(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    writer.new_path()
+    (alive,) = tmp_path.glob("*.alive")
+    with alive.open() as file, pytest.raises(BlockingIOError):
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    writer.close()
+
+
+def test_files_that_are_none_of_ours_are_neither_told_nor_touched(directory: Path) -> None:
+    backend = FileBackend.open(directory, capacity_bytes=CAPACITY_BYTES)
+    put(backend, (key(1), b"ours"))
+    folder = Path(object_path(str(directory / "objects"), key(1))).parent
+    backend.close()
+    (folder / "README.md").write_text("not an object")
+    (directory / "objects" / "notes").write_text("not a folder")
+    backend = FileBackend.open(directory, capacity_bytes=CAPACITY_BYTES)
+    assert [stored.key for stored in backend.scan()] == [key(1)]
+    assert backend.usage().objects == 1
+    backend.close()
+    assert (folder / "README.md").exists()
+
+
+def test_br_066_a_file_of_another_format_is_corrupt_and_dropped(directory: Path) -> None:
+    backend = FileBackend.open(directory, capacity_bytes=CAPACITY_BYTES)
+    put(backend, (key(1), b"ours"))
+    with open(object_path(str(directory / "objects"), key(1)), "r+b") as file:
+        file.write(b"HICACHE9")
+    assert get(backend, key(1), 4)[0] is Outcome.CORRUPT
+    assert backend.contains([key(1)]) == [False]
+    backend.close()
+
+
+def test_a_file_removed_by_hand_is_absent(directory: Path) -> None:
+    backend = FileBackend.open(directory, capacity_bytes=CAPACITY_BYTES)
+    put(backend, (key(1), b"ours"))
+    os.unlink(object_path(str(directory / "objects"), key(1)))
+    assert get(backend, key(1), 4)[0] is Outcome.ABSENT
+    assert put(backend, (key(1), b"ours")) == [Outcome.OK]
+    backend.close()
+
+
+def test_folders_are_bounded_and_names_come_back_as_keys() -> None:
+    folders = set()
+    for number in range(2000):
+        path = object_path("root", key(number))
+        folders.add(path.rsplit("/", 1)[0])
+        assert key_of_name(path.rsplit("/", 1)[1]) == key(number)
+    assert all(folder.count("/") == 2 for folder in folders)
+    assert 240 <= len({folder.split("/")[1] for folder in folders}) <= FAN_OUT
+    assert len(object_path("root", b"\xff" * 128).rsplit("/", 1)[1]) <= 255
+    for name in ("README.md", "a", "AEBAG", "aebag======", "", "x" * 255):
+        assert key_of_name(name) is None
+
+
+def test_a_header_fills_its_block_and_any_damage_shows() -> None:
+    header = ObjectHeader(key(1), 12345, 2**64 - 1)
+    raw = header.encode()
+    assert len(raw) == HEADER_BYTES
+    assert decode_header(raw) == header
+    for position in range(34 + len(key(1))):
+        assert decode_header(raw[:position] + bytes([raw[position] ^ 1]) + raw[position + 1 :]) is None
+    assert decode_header(raw[:100]) is None
