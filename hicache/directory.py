@@ -15,7 +15,7 @@ from hicache.prefetch import Prefetcher, PrefetchLimits
 from hicache.request import RequestRecord
 from hicache.slots import slot_of
 from hicache.spec import CacheSpec, StateGroup
-from hicache.stats import DirectoryStats
+from hicache.stats import DirectoryStats, sources_of_pages
 from hicache.writer import Writer, WriterLimits
 
 
@@ -34,6 +34,8 @@ class DirectoryConfig:
     def __post_init__(self) -> None:
         if self.has_l3 and not any(self.l2_slots):
             raise ConfigError("l2_slots", self.l2_slots, "room in L2, which L3 is reached through, or no L3")
+        if any(self.l2_slots) and not all(self.l2_slots):
+            raise ConfigError("l2_slots", self.l2_slots, "room for every group, since a page goes down whole, or no L2")
         for name in ("prefetch_l2_share", "store_l2_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(name, getattr(self, name), "a share above 0 and at most 1")
@@ -93,15 +95,14 @@ class Directory:
         needed = self.index.rule.needed(pages)
         record.pins = [self.index.pin(self.index.nearest(keys[page], group)) for page, group in needed]
         self.index.touch(record.pins)
-        l1_pages = pages - len({entry.node.page for entry in record.pins if entry.tier is Tier.L2})
-        page_tokens = self.spec.page_tokens
-        record.local_tokens = {"l1": l1_pages * page_tokens, "l2": (pages - l1_pages) * page_tokens}
+        record.local_tokens = self._tokens_by_tier(record, pages)
         self.stats.requests += 1
         return record
 
     def prefetch(self, record: RequestRecord) -> None:
-        """Begin to bring from L3 what would make the usable prefix longer."""
-        if record.prefetch is None:
+        """Begin to bring from L3 what would make the usable prefix longer. Does nothing twice, or after the load."""
+        self._check_not_released(record)
+        if record.prefetch is None and not record.is_loaded:
             record.prefetch = self._prefetcher.start(record.keys[: record.prompt_pages])
 
     def is_settled(self, record: RequestRecord) -> bool:
@@ -114,6 +115,7 @@ class Directory:
         Called again when the jobs are done: a copy that failed cuts the prefix back to an earlier legal stop. The
         live state slots then hold the snapshot of the boundary, or the empty state.
         """
+        self._check_not_released(record)
         return self._loader.load(record)
 
     def extend(self, record: RequestRecord, *, tokens: int) -> bool:
@@ -158,8 +160,7 @@ class Directory:
 
     def release(self, record: RequestRecord) -> None:
         """The request needs nothing any more. What it published stays; what is being copied stays until it is done."""
-        if record.released:
-            raise UsageError("the request has been released already")
+        self._check_not_released(record)
         record.released = True
         if record.prefetch is not None:
             self._prefetcher.conclude(record.prefetch, used_pages=0, reason="aborted")
@@ -171,6 +172,14 @@ class Directory:
         for group, handle in record.live.items():
             self.index.release(Tier.L1, group, [handle])
         record.live.clear()
+
+    def _tokens_by_tier(self, record: RequestRecord, pages: int) -> dict[str, int]:
+        """Each page of a local prefix counts for the farthest tier that something of it lies in."""
+        farthest: dict[int, str] = {}
+        for entry in record.pins:
+            farthest[entry.node.page] = max(farthest.get(entry.node.page, "l1"), entry.tier.name.lower())
+        sources = sources_of_pages(pages, farthest)
+        return {source: sources.count(source) * self.spec.page_tokens for source in ("l1", "l2")}
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
@@ -227,14 +236,18 @@ class Directory:
 
     # -- checks ------------------------------------------------------------------------------------------------------
 
+    def _check_not_released(self, record: RequestRecord) -> None:
+        if record.released:
+            raise UsageError("the request has been released already")
+
     def _check_loaded(self, record: RequestRecord) -> None:
         if record.released or not record.is_loaded:
             state = "released" if record.released else "not loaded"
             raise UsageError(f"the request is {state}: extend and store come between load and release")
 
     def _check_computed(self, record: RequestRecord, computed: int) -> None:
-        covered = min((len(record.tables[group]) for group in self._paged_groups), default=len(record.keys))
-        limit = min(record.token_count, covered * self.spec.page_tokens)
+        covered = [len(record.tables[group]) * self.spec.page_tokens for group in self._paged_groups]
+        limit = min([record.token_count, *covered])
         if not 0 <= computed <= limit:
             raise UsageError(f"computed = {computed}: the request has tokens and pages for 0 to {limit}")
 

@@ -216,7 +216,8 @@ class Index:
 
     def room(self, tier: Tier, group: int) -> int:
         """At most so many slots can be acquired now."""
-        return self.pools[tier][group].free_count + len(self._eviction[tier][group])
+        evictable = len(self._eviction[tier][group]) + len(self._parked[tier][group])
+        return self.pools[tier][group].free_count + evictable
 
     def _evict_one(self, tier: Tier, group: int) -> bool:
         queue, parked = self._eviction[tier][group], self._parked[tier][group]
@@ -231,12 +232,25 @@ class Index:
                 return True
             parked[entry] = None
             node.has_parked = True
+        idle: dict[Node, bool] = {}
         for entry in parked:  # only pages with something below them are left: they go with all of it
-            subtree = self._subtree(entry.node)
-            if not any(map(self._is_busy, subtree)):
-                self._drop(subtree)
+            if self._is_idle(entry.node, idle):
+                self._drop(self._subtree(entry.node))
                 return True
         return False
+
+    def _is_idle(self, top: Node, known: dict[Node, bool]) -> bool:
+        """Whether neither ``top`` nor anything below it is busy. ``known`` keeps answers, so that many calls together
+        look at each node once."""
+        stack = [top]
+        while stack:
+            node = stack[-1]
+            if unknown := [child for child in node.children if child not in known]:
+                stack += unknown
+                continue
+            known[node] = not self._is_busy(node) and all(known[child] for child in node.children)
+            stack.pop()
+        return known[top]
 
     def _evict(self, entry: Entry) -> None:
         self.evicted[entry.tier][entry.group] += 1

@@ -110,7 +110,10 @@ class BlockKeys:
 
 def token_array(tokens: Tokens) -> NDArray[np.int64]:
     """Token ids as a contiguous little-endian int64 vector. Raises UsageError for anything that is not that."""
-    array = np.asarray(tokens)
+    try:
+        array = np.asarray(tokens)
+    except ValueError as error:  # nested and ragged
+        raise UsageError(f"token ids must be a flat sequence of integers: {error}") from error
     if array.size == 0 and array.ndim == 1:
         return np.empty(0, dtype="<i8")
     if array.ndim != 1 or array.dtype.kind not in "iu":

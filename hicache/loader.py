@@ -13,7 +13,7 @@ from hicache.prefetch import Part, Prefetcher
 from hicache.request import RequestRecord
 from hicache.slots import slot_of
 from hicache.spec import CacheSpec, StateGroup
-from hicache.stats import DirectoryStats
+from hicache.stats import DirectoryStats, sources_of_pages
 
 Copies = dict[CopyKind, list[tuple[Part, CopyItem]]]
 
@@ -67,10 +67,15 @@ class Loader:
             for group in range(len(record.tables))
         ]
         stops = self._index.rule.fitting(stops, on_device, room)
-        while not self._start(record, stop := stops.pop()):
+        if record.prefetch is not None and not record.prefetch.settled:
+            record.cut_reason = "late"
+        while stops:
+            stop = stops.pop()
+            if stop < longest:
+                record.cut_reason = "no_device_capacity"
+            if self._start(record, stop):
+                break
             del stops[max(1, len(stops) * 3 // 4) :]
-        if stop < longest:
-            record.cut_reason = "no_device_capacity"
         return self._progress(record) or Load.STARTED
 
     @staticmethod
@@ -81,11 +86,13 @@ class Loader:
 
     def _stops(self, record: RequestRecord) -> tuple[list[int], list[int]]:
         """Legal stops, from 0 on, and the masks of what is in L1."""
+        lost = [0] * record.prompt_pages
+        for page, group in record.lost:
+            lost[page] |= 1 << group
         usable, on_device = [], []
         for page in range(record.prompt_pages):
             node = self._index.nodes.get(record.keys[page])
-            lost = sum(1 << group for lost_page, group in record.lost if lost_page == page)
-            usable.append(0 if node is None else node.resident & ~lost)
+            usable.append(0 if node is None else node.resident & ~lost[page])
             on_device.append(0 if node is None else node.masks[Tier.L1])
         return [0, *self._index.rule.legal_stops(usable)], on_device
 
@@ -201,7 +208,6 @@ class Loader:
 
     def _cut_back(self, record: RequestRecord, failed: Sequence[Part], *, is_reset: bool) -> None:
         """Give back what the failed load took; the next one does without what failed."""
-        record.lost.update(failed)
         record.cut_reason = "load_failed"
         for group in self._paged_groups:
             self._index.release(Tier.L1, group, record.tables[group])
@@ -209,6 +215,8 @@ class Loader:
         if is_reset:
             record.reset_failed = True
             self._release_live(record)
+        else:
+            record.lost.update(failed)
 
     def _loaded(self, record: RequestRecord, pages: int) -> None:
         """Every copy has arrived: publish the pages in L1 and keep them pinned; let go of L2 and of the snapshots."""
@@ -233,11 +241,12 @@ class Loader:
     def _account(self, record: RequestRecord, pages: int) -> None:
         """Each restored page counts for the farthest tier that something of it came from."""
         fetched = set() if record.prefetch is None else record.prefetch.fetched
-        sources = ["l1"] * pages
+        farthest: dict[int, str] = {}
         for entry in record.pins:
             page = entry.node.page
-            if entry.tier is Tier.L2 and sources[page] != "l3":
-                sources[page] = "l3" if (page, entry.group) in fetched else "l2"
+            is_fetched = entry.tier is Tier.L2 and (page, entry.group) in fetched
+            farthest[page] = max(farthest.get(page, "l1"), "l3" if is_fetched else entry.tier.name.lower())
+        sources = sources_of_pages(pages, farthest)
         tokens = {source: sources.count(source) * self._page_tokens for source in ("l1", "l2", "l3")}
         tokens["computed"] = record.token_count - pages * self._page_tokens
         record.by_source = tokens

@@ -17,7 +17,8 @@ Part = tuple[int, int]  # (page, group)
 
 @dataclass(frozen=True, slots=True)
 class PrefetchLimits:
-    """Bounds of the way up. ``l2_share`` is the part of each L2 pool that may be arriving at a time."""
+    """Bounds of the way up. ``l2_share`` is the part of each L2 pool that prefetches may hold at a time: what is
+    arriving, and what has arrived and waits for its request to load it."""
 
     has_l3: bool
     page_tokens: int
@@ -59,7 +60,7 @@ class Prefetcher:
         self._jobs = jobs
         self._limits = limits
         self._stats = stats
-        self._arriving = [0] * len(index.pools[Tier.L2])  # L2 slots reserved for what is on its way, by group
+        self._held = [0] * len(index.pools[Tier.L2])  # L2 slots that prefetches hold, by group
 
     def start(self, keys: Sequence[bytes]) -> Prefetch:
         """Begin for a prompt with these restorable pages. The result may be settled at once, with nothing to gain."""
@@ -96,6 +97,8 @@ class Prefetcher:
         self._stats.prefetch_in_flight -= promised * self._limits.page_tokens
         self._stats.prefetch_used += used * self._limits.page_tokens
         self._drop(promised - used, reason)
+        for _, group in prefetch.fetched:
+            self._held[group] -= 1
         self._index.unpin_all(prefetch.pins)
 
     def _reason_to_decline(self, page_count: int, local: int) -> str | None:
@@ -110,7 +113,7 @@ class Prefetcher:
     def _missing(self, keys: Sequence[bytes], *, beyond: int) -> list[Part]:
         """Objects not resident here that some boundary after ``beyond`` pages needs."""
         rule, nodes = self._index.rule, self._index.nodes
-        firsts = [rule.first_needed(group, beyond + 1) for group in range(len(self._arriving))]
+        firsts = [rule.first_needed(group, beyond + 1) for group in range(len(self._held))]
         parts: list[Part] = []
         for page, key in enumerate(keys):
             node = nodes.get(key)
@@ -165,7 +168,7 @@ class Prefetcher:
 
         What the plan uses of this engine's own copies is pinned, so that making room cannot break it.
         """
-        budgets = [self._budget(group) for group in range(len(self._arriving))]
+        budgets = [self._budget(group) for group in range(len(self._held))]
         candidates = self._index.rule.fitting(stops, local, budgets)
         while candidates:
             stop = candidates.pop()
@@ -182,12 +185,12 @@ class Prefetcher:
 
     def _budget(self, group: int) -> int:
         capacity = self._index.pools[Tier.L2][group].capacity
-        share = max(1, int(self._limits.l2_share * capacity)) - self._arriving[group]
+        share = max(1, int(self._limits.l2_share * capacity)) - self._held[group]
         return min(share, self._index.room(Tier.L2, group))
 
     def _acquire(self, prefetch: Prefetch, parts: Sequence[Part]) -> bool:
         taken: dict[Part, int] = {}
-        for group in range(len(self._arriving)):
+        for group in range(len(self._held)):
             wanted = [part for part in parts if part[1] == group]
             handles = self._index.acquire(Tier.L2, group, len(wanted))
             if handles is None:
@@ -197,7 +200,7 @@ class Prefetcher:
             taken.update(zip(wanted, handles, strict=True))
         prefetch.handles = taken
         for _, group in parts:
-            self._arriving[group] += 1
+            self._held[group] += 1
         return True
 
     def _fetch(self, prefetch: Prefetch, parts: Sequence[Part]) -> None:
@@ -211,7 +214,6 @@ class Prefetcher:
     def _fetched(self, prefetch: Prefetch, parts: Sequence[Part], outcomes: Outcomes) -> None:
         self._stats.count("fetch", (group for _, group in parts), outcomes)
         for part, outcome in zip(parts, outcomes, strict=True):
-            self._arriving[part[1]] -= 1
             prefetch.arrived[part] = outcome
             if not outcome.is_ok:
                 prefetch.fault = prefetch.fault or outcome
@@ -221,7 +223,7 @@ class Prefetcher:
     def _publish_in_order(self, prefetch: Prefetch) -> None:
         while prefetch.next_page < prefetch.planned_pages:
             page = prefetch.next_page
-            parts = [(page, group) for group in range(len(self._arriving)) if (page, group) in prefetch.handles]
+            parts = [(page, group) for group in range(len(self._held)) if (page, group) in prefetch.handles]
             if any(part not in prefetch.arrived for part in parts):
                 return
             if parts:
@@ -234,12 +236,15 @@ class Prefetcher:
         for part in parts:
             group, handle = part[1], prefetch.handles[part]
             if node is None or part not in good or node.entries[Tier.L2][group] is not None:
+                self._held[group] -= 1
                 self._index.release(Tier.L2, group, [handle])
                 continue
             entry = self._index.publish(node, Tier.L2, group, handle)
             node.in_l3 |= 1 << group
-            prefetch.fetched.add(part)
-            if not prefetch.concluded:
+            if prefetch.concluded:
+                self._held[group] -= 1
+            else:
+                prefetch.fetched.add(part)
                 prefetch.pins.append(self._index.pin(entry))
 
     def _reachable_node(self, prefetch: Prefetch, page: int, good: Sequence[Part]) -> Node | None:

@@ -9,11 +9,12 @@ from functools import cached_property
 from typing import Literal, TypeAlias
 
 from hicache.errors import SpecError
-from hicache.keys import KEY_HASHES, FieldValue, KeyHash, digest_fields
+from hicache.keys import KEY_HASHES, FieldValue, KeyHash, digest_fields, encode_fields
 
 Layout: TypeAlias = Literal["page_first_direct"]
 
 FORMAT_VERSION = 1
+SHARDS_MAX = 1 << 16  # an object key has 16 bits for the shard
 DTYPE_BYTES = {
     "float32": 4,
     "bfloat16": 2,
@@ -176,6 +177,11 @@ class CacheSpec:
         for setting, value in (("page_tokens", self.page_tokens), ("tp_size", self.tp_size), ("pp_size", self.pp_size)):
             if value < 1:
                 raise SpecError(setting, value, "at least 1")
+        if self.shard_count > SHARDS_MAX:
+            raise SpecError("tp_size * pp_size", self.shard_count, f"at most {SHARDS_MAX} shards")
+        identity_names = [name for name, _ in self.identity]
+        if len(set(identity_names)) != len(identity_names):
+            raise SpecError("identity", identity_names, "distinct names")
         if self.layout != "page_first_direct":
             raise SpecError("layout", self.layout, "page_first_direct, the only layout that L3 reads in one extent")
         if self.key_hash not in KEY_HASHES:
@@ -248,13 +254,16 @@ def namespace_digest(descriptor: dict[str, FieldValue]) -> bytes:
 
 
 def differing_fields(left: dict[str, FieldValue], right: dict[str, FieldValue]) -> list[str]:
-    """Human-readable differences between two descriptors: ``page_tokens: 64 != 32``."""
-    names = sorted(left.keys() | right.keys())
+    """Human-readable differences between two descriptors: ``page_tokens: 64 != 32``. None when the digests agree."""
     return [
         f"{name}: {left.get(name)!r} != {right.get(name)!r}"
-        for name in names
-        if (name in left) != (name in right) or left.get(name) != right.get(name)
+        for name in sorted(left.keys() | right.keys())
+        if encode_fields(_present(left, name)) != encode_fields(_present(right, name))
     ]
+
+
+def _present(descriptor: dict[str, FieldValue], name: str) -> list[tuple[str, FieldValue]]:
+    return [(name, descriptor[name])] if name in descriptor else []
 
 
 def _check_name_and_layers(name: str, layers: tuple[int, ...]) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from hicache.outcome import Outcome
@@ -36,3 +36,14 @@ class DirectoryStats:
             self.objects[f"{leg}.{outcome.name.lower()}"] += 1
             if outcome.is_ok and leg != "lookup":
                 self.bytes_moved[leg] += self.object_bytes[group]
+
+
+def sources_of_pages(pages: int, sources: Mapping[int, str]) -> list[str]:
+    """Where every page of a prefix came from. A page that nothing was needed of (before a sliding window, or a state)
+    came from where the next one did that something was needed of."""
+    by_page: list[str] = []
+    source = "l1"
+    for page in reversed(range(pages)):
+        source = sources.get(page, source)
+        by_page.append(source)
+    return by_page[::-1]

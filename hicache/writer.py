@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hicache.index import Entry, Index, Node, Tier
@@ -44,7 +45,11 @@ class Writer:
         self._policy = policy
         self._limits = limits
         self._stats = stats
-        self._storing = [0] * len(index.pools[Tier.L2])  # L2 slots on their way to L3, by group
+        capacities = [pool.capacity for pool in index.pools[Tier.L2]]
+        self._storing_max = [max(1, int(limits.store_share * capacity)) for capacity in capacities]
+        self._storing = [0] * len(capacities)  # L2 slots on their way to L3, by group
+        self._queue: OrderedDict[Node, None] = OrderedDict()  # pages that wait for their turn to L3, ancestors first
+        self._queue_max = 2 * sum(capacities)  # at most half of it has something in L2
 
     def write(self, path: Iterable[Node]) -> int:
         """Send down what of these consecutive pages is not below yet. Returns how many need no more looking at.
@@ -125,28 +130,62 @@ class Writer:
         return complete
 
     def _store(self, nodes: Sequence[Node]) -> None:
-        """Send to L3 what L2 has of ``nodes``, as far as the share of L2 allows."""
+        """Queue for L3 what L2 has of ``nodes``, and send what the share of L2 allows."""
         if not self._limits.has_l3:
             return
-        entries = [entry for node in nodes for entry in self._storable(node)]
+        self._queue.update(dict.fromkeys(nodes))
+        if len(self._queue) > self._queue_max:
+            self._queue = OrderedDict.fromkeys(filter(self._unstored, self._queue))
+        self._send_queued()
+
+    def _send_queued(self) -> None:
+        """First come, first served: a page waits until there is room for all of it, and so do those behind it."""
+        entries: list[Entry] = []
+        while self._queue:
+            node = next(iter(self._queue))
+            wanted = self._unstored(node)
+            if not self._has_share(wanted):
+                break
+            del self._queue[node]
+            if not wanted:
+                continue
+            if not self._is_reachable_in_l3(node, wanted):  # its parent will queue it again
+                self._stats.skipped["store.unreachable_in_l3"] += 1
+                continue
+            entries += self._reserve(node, wanted)
+            self._queue.update(dict.fromkeys(filter(self._unstored, node.children)))
         for batch in batches(entries, self._limits.job_items_max):
             self._send(batch)
+
+    @staticmethod
+    def _unstored(node: Node) -> int:
+        """The groups of ``node`` that are in L2, and neither in L3 nor on their way there."""
+        return node.masks[Tier.L2] & ~(node.in_l3 | node.storing)
+
+    def _has_share(self, wanted: int) -> bool:
+        return not any(
+            wanted >> group & 1 and storing >= limit
+            for group, (storing, limit) in enumerate(zip(self._storing, self._storing_max, strict=True))
+        )
+
+    def _is_reachable_in_l3(self, node: Node, wanted: int) -> bool:
+        """Whether L3 has, or is about to get, the parent of ``node``, and all of the page that a prefix needs."""
+        full, parent = self._index.rule.full_mask, node.parent
+        itself = (node.in_l3 | node.storing | wanted) & full == full
+        return itself and (parent is None or (parent.in_l3 | parent.storing) & full == full)
+
+    def _reserve(self, node: Node, wanted: int) -> list[Entry]:
+        """The copies in L2 of the groups in ``wanted``, pinned, and counted against the share."""
+        entries = [entry for entry in node.entries[Tier.L2] if entry is not None and wanted >> entry.group & 1]
+        for entry in entries:
+            self._storing[entry.group] += 1
+            node.storing |= 1 << entry.group
+            self._index.pin(entry)
+        return entries
 
     def _send(self, entries: Sequence[Entry]) -> None:
         items = tuple(TransferItem(entry.group, entry.node.key, slot_of(entry.handle)) for entry in entries)
         self._jobs.emit(lambda job_id: StoreJob(job_id, items), lambda outcomes: self._stored(entries, outcomes))
-
-    def _storable(self, node: Node) -> Iterator[Entry]:
-        for entry in node.entries[Tier.L2]:
-            if entry is None or (node.in_l3 | node.storing) >> entry.group & 1:
-                continue
-            limit = max(1, int(self._limits.store_share * self._index.pools[Tier.L2][entry.group].capacity))
-            if self._storing[entry.group] >= limit:
-                self._stats.skipped["store.share_of_l2_used_up"] += 1
-                continue
-            self._storing[entry.group] += 1
-            node.storing |= 1 << entry.group
-            yield self._index.pin(entry)
 
     def _stored(self, entries: Sequence[Entry], outcomes: Outcomes) -> None:
         self._stats.count("store", (entry.group for entry in entries), outcomes)
@@ -157,3 +196,4 @@ class Writer:
             if outcome.is_ok:
                 node.in_l3 |= bit
             self._index.unpin(entry)
+        self._send_queued()

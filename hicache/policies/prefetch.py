@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
@@ -31,8 +32,8 @@ class PrefetchPolicy:
     def __post_init__(self) -> None:
         check_mode(self.mode)
         for name in ("base_s", "per_ki_token_s", "hard_cap_s", "grace_s", "threshold_tokens"):
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"prefetch.{name}", getattr(self, name), "a number of at least 0")
+            if not 0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"prefetch.{name}", getattr(self, name), "a finite number of at least 0")
 
     def patience_s(self, mode: PrefetchMode, *, tokens: int) -> float:
         """How long a request that may gain ``tokens`` waits at the most."""

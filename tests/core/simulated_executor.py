@@ -1,17 +1,19 @@
-"""An executor whose bytes are plain values, so that a test can see at once whether a slot holds what it should."""
+"""Executors whose bytes are plain values, so that a test can see at once whether a slot holds what it should."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from hicache.directory import Directory
-from hicache.jobs import Completion, CopyJob, CopyKind, FetchJob, Job, LookupJob, StoreJob
+from hicache.jobs import Completion, CopyItem, CopyJob, CopyKind, FetchJob, Job, LookupJob, StoreJob
 from hicache.outcome import Outcome
 from hicache.spec import CacheSpec
 
 EMPTY = "empty state"
 GARBAGE = "garbage"
 
+Slots = list[dict[int, object]]  # by group: slot -> value
 Fault = Callable[[Job, int], Outcome | None]
 
 
@@ -20,27 +22,103 @@ def no_fault(job: Job, item: int) -> Outcome | None:
     return None
 
 
-class SimulatedExecutor:
-    """Memory is a dict from slot to value for each group and tier; L3 is a dict from (key, group) to value."""
+def failing(outcome: Outcome, *items: int) -> Fault:
+    """These items of a job end with ``outcome``; all items when none are named."""
 
-    def __init__(self, spec: CacheSpec, directory: Directory) -> None:
+    def fault(job: Job, item: int) -> Outcome | None:
+        return outcome if not items or item in items else None
+
+    return fault
+
+
+@dataclass(eq=False)
+class Rank:
+    """The memory of one rank."""
+
+    l1: Slots
+    l2: Slots
+
+
+@dataclass(frozen=True, eq=False)
+class Task:
+    """One rank's part of a job, not done yet, and what its sources held when it was emitted."""
+
+    rank: int
+    job: Job
+    sources: tuple[object, ...]
+
+
+class SimulatedExecutor:
+    """Every rank has memory of its own; L3 is a dict from (key, group, rank) to value.
+
+    A task may touch its sources and targets at any moment until it is done: targets hold garbage from the first moment
+    on, and sources must be unchanged at the last one.
+    """
+
+    def __init__(self, spec: CacheSpec, directory: Directory, *, ranks: int = 1) -> None:
         self.directory = directory
-        self.l1: list[dict[int, object]] = [{} for _ in spec.groups]
-        self.l2: list[dict[int, object]] = [{} for _ in spec.groups]
-        self.l3: dict[tuple[bytes, int], object] = {}
-        self.waiting: list[Job] = []
+        self.ranks = [Rank([{} for _ in spec.groups], [{} for _ in spec.groups]) for _ in range(ranks)]
+        self.l3: dict[tuple[bytes, int, int], object] = {}
+        self.waiting: list[Task] = []
+        self.done: list[Task] = []
+
+    @property
+    def l1(self) -> Slots:
+        """L1 of the first rank."""
+        return self.ranks[0].l1
+
+    @property
+    def l2(self) -> Slots:
+        """L2 of the first rank."""
+        return self.ranks[0].l2
+
+    def compute(self, group: int, slot: int, value: object) -> None:
+        """The model writes into a slot of L1, on every rank."""
+        for rank in self.ranks:
+            rank.l1[group][slot] = value
+
+    def put_l3(self, key: bytes, group: int, value: object) -> None:
+        """Another engine has stored an object, on every rank."""
+        for rank in range(len(self.ranks)):
+            self.l3[key, group, rank] = value
+
+    def drop_l3(self, key: bytes, group: int) -> None:
+        """L3 has evicted an object, on every rank."""
+        for rank in range(len(self.ranks)):
+            self.l3.pop((key, group, rank), None)
 
     def collect(self) -> None:
         """Take the jobs that the directory has emitted."""
-        self.waiting += self.directory.take_jobs()
+        for job in self.directory.take_jobs():
+            for rank in range(1 if isinstance(job, LookupJob) else len(self.ranks)):
+                self.waiting.append(Task(rank, job, tuple(self._source(rank, job, item) for item in job.items)))
+                self._poison_targets(rank, job)
+
+    def waiting_for(self, kind: type[Job] | CopyKind) -> list[int]:
+        """Positions of the waiting tasks of a kind."""
+        return [
+            position
+            for position, task in enumerate(self.waiting)
+            if (task.job.kind is kind if isinstance(task.job, CopyJob) else type(task.job) is kind)
+        ]
 
     def run(self, position: int = 0, fault: Fault = no_fault) -> Job:
-        """Do one of the waiting jobs and tell the directory."""
-        job = self.waiting.pop(position)
-        outcomes = tuple(self._do(job, item, fault(job, item)) for item in range(len(job.items)))
-        self.directory.complete(Completion(job.job_id, outcomes))
+        """Do one of the waiting tasks and tell the directory."""
+        task = self.waiting.pop(position)
+        outcomes = tuple(self._do(task, item, fault(task.job, item)) for item in range(len(task.job.items)))
+        self.done.append(task)
+        self.directory.complete(Completion(task.job.job_id, outcomes))
         self.collect()
-        return job
+        return task.job
+
+    def run_kind(self, kind: type[Job] | CopyKind, fault: Fault = no_fault) -> int:
+        """Do the tasks of one kind, and those of it that follow. Returns how many there were."""
+        self.collect()
+        count = 0
+        while positions := self.waiting_for(kind):
+            self.run(positions[0], fault)
+            count += 1
+        return count
 
     def run_all(self, fault: Fault = no_fault) -> None:
         """Do everything that is waiting, and what follows from it."""
@@ -48,30 +126,52 @@ class SimulatedExecutor:
         while self.waiting:
             self.run(0, fault)
 
-    def _do(self, job: Job, position: int, fault: Outcome | None) -> Outcome:
-        match job:
-            case CopyJob(kind=kind, items=items):
-                return self._copy(kind, items[position], fault)
-            case FetchJob(items=items):
-                item = items[position]
-                value = self.l3.get((item.block_key, item.group))
-                outcome = fault or (Outcome.ABSENT if value is None else Outcome.OK)
-                self.l2[item.group][item.slot] = value if outcome.is_ok else GARBAGE
-                return outcome
-            case StoreJob(items=items):
-                item = items[position]
-                if fault is None:
-                    self.l3.setdefault((item.block_key, item.group), self.l2[item.group][item.slot])
-                return fault or Outcome.OK
-            case LookupJob(items=items):
-                item = items[position]
-                return fault or (Outcome.OK if (item.block_key, item.group) in self.l3 else Outcome.ABSENT)
-        raise AssertionError(job)
-
-    def _copy(self, kind: CopyKind, item: object, fault: Outcome | None) -> Outcome:
-        group, source, target = item.group, item.source, item.target  # type: ignore[attr-defined]
-        sources = self.l2 if kind is CopyKind.LOAD else self.l1
-        targets = self.l2 if kind is CopyKind.BACKUP else self.l1
-        value = EMPTY if kind is CopyKind.RESET else sources[group].get(source, GARBAGE)
-        targets[group][target] = GARBAGE if fault else value
+    def _do(self, task: Task, position: int, fault: Outcome | None) -> Outcome:
+        rank, job = self.ranks[task.rank], task.job
+        if isinstance(job, LookupJob):
+            item = job.items[position]
+            shards = range(len(self.ranks))
+            there = all((item.block_key, item.group, shard) in self.l3 for shard in shards)
+            return fault or (Outcome.OK if there else Outcome.ABSENT)
+        value = self._source(task.rank, job, job.items[position])
+        if isinstance(job, FetchJob):
+            fetched = job.items[position]
+            outcome = fault or (Outcome.ABSENT if value is None else Outcome.OK)
+            rank.l2[fetched.group][fetched.slot] = value if outcome.is_ok else GARBAGE
+            return outcome
+        assert value == task.sources[position], "a source was written to while it was being copied"
+        if isinstance(job, StoreJob):
+            stored = job.items[position]
+            if fault is None:
+                self.l3.setdefault((stored.block_key, stored.group, task.rank), value)
+            return fault or Outcome.OK
+        self._target(rank, job)[job.items[position].group][job.items[position].target] = GARBAGE if fault else value
         return fault or Outcome.OK
+
+    def _source(self, rank: int, job: Job, item: object) -> object:
+        memory = self.ranks[rank]
+        match job:
+            case LookupJob():
+                return None
+            case FetchJob():
+                return self.l3.get((item.block_key, item.group, rank))  # type: ignore[attr-defined]
+            case StoreJob():
+                return memory.l2[item.group].get(item.slot, GARBAGE)  # type: ignore[attr-defined]
+            case CopyJob(kind=CopyKind.RESET):
+                return EMPTY
+            case CopyJob(kind=CopyKind.LOAD):
+                return memory.l2[item.group].get(item.source, GARBAGE)  # type: ignore[attr-defined]
+        return memory.l1[item.group].get(item.source, GARBAGE)  # type: ignore[attr-defined]
+
+    def _poison_targets(self, rank: int, job: Job) -> None:
+        memory = self.ranks[rank]
+        for item in job.items:
+            if isinstance(job, FetchJob):
+                memory.l2[item.group][item.slot] = GARBAGE  # type: ignore[union-attr]
+            elif isinstance(job, CopyJob):
+                assert isinstance(item, CopyItem)
+                self._target(memory, job)[item.group][item.target] = GARBAGE
+
+    @staticmethod
+    def _target(memory: Rank, job: CopyJob) -> Slots:
+        return memory.l2 if job.kind is CopyKind.BACKUP else memory.l1

@@ -1,0 +1,230 @@
+"""The facade with real pools and a real executor: the life of a request, tenants, and misuse."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from hicache.cache import HiCache, Hit
+from hicache.errors import ConfigError, StateNotCommitted, UsageError
+from hicache.spec import CacheSpec, Group
+from tests.core.memory_l3 import Objects
+from tests.core.small_engine import ATTENTION, HYBRID, PAGE, STATE, WINDOW, Make, by_source, prompt
+
+
+@pytest.mark.parametrize(
+    "groups",
+    [(ATTENTION,), (ATTENTION, WINDOW), (ATTENTION, STATE), HYBRID, (STATE,)],
+    ids=lambda groups: "+".join(group.name for group in groups),
+)
+def test_a_prefix_is_computed_once_and_comes_from_l1_then_l2_then_l3(groups: tuple[Group, ...], make: Make) -> None:
+    objects: Objects = {}
+    first = make(*groups, l1=8, objects=objects)
+    assert first.serve(prompt(5)).by_source == by_source(computed=5 * PAGE + 1)
+    first.settle()
+    assert first.serve(prompt(5)).by_source == by_source(l1=5 * PAGE)
+    for seed in range(1, 5):
+        first.serve(prompt(5, seed=seed), snapshot=True)
+        first.settle()
+    assert first.serve(prompt(5)).by_source == by_source(l2=5 * PAGE)
+    first.settle()
+    first.close()
+    second = make(*groups, objects=objects)
+    assert second.serve(prompt(5)).by_source == by_source(l3=5 * PAGE)
+    second.settle()
+    assert second.cache.stats.prefetch_used == 5 * PAGE
+    assert second.cache.stats.prefetch_in_flight == 0
+
+
+def test_without_l2_and_l3_there_is_l1(make: Make) -> None:
+    engine = make(l2=0)
+    engine.serve(prompt(3))
+    assert engine.serve(prompt(3)).by_source == by_source(l1=3 * PAGE)
+    assert engine.cache.stats.prefetch_declined == {"no_l3": 2}
+    engine.settle()
+
+
+def test_match_tells_what_is_here_before_anything_is_loaded(make: Make) -> None:
+    engine = make(objects={})
+    request = engine.cache.match(prompt(3))
+    assert request.hit == Hit(0, 0)
+    engine.cache.release(request)
+    engine.serve(prompt(3))
+    request = engine.cache.match(np.array(prompt(5), dtype=np.int32))
+    assert request.hit == Hit(3 * PAGE, 0)
+    assert request.token_count == 5 * PAGE + 1
+    engine.cache.release(request)
+
+
+def test_a_conversation_goes_on_with_what_was_decoded(make: Make) -> None:
+    engine = make(objects={})
+    turn = prompt(2)
+    request = engine.cache.match(turn)
+    restored = engine.cache.load(request)
+    assert restored is not None
+    engine.compute(request, turn, 0)
+    answer = [7, 8, 9, 10, 11, 12, 13, 14]
+    for token in answer:  # one at a time, as decoding does
+        engine.cache.append(request, [token])
+    whole = turn + answer
+    engine.compute(request, whole, 2 * PAGE)
+    assert request.token_count == len(whole)
+    engine.cache.release(request)
+    follow_up = [*whole, 15, 16, 17]
+    assert engine.serve(follow_up).by_source == by_source(l1=4 * PAGE, computed=4)
+
+
+def test_a_branch_starts_from_the_snapshot_of_the_last_common_page(make: Make) -> None:
+    engine = make(objects={})
+    engine.serve(prompt(4))
+    branch = prompt(4)[: 2 * PAGE + 1] + [99] * 6
+    assert engine.serve(branch).tokens == 2 * PAGE
+    assert engine.serve(prompt(4)).tokens == 4 * PAGE
+
+
+def test_decoding_may_extend_beyond_the_prompt(make: Make) -> None:
+    engine = make(l1=4)
+    request = engine.cache.match(prompt(1))
+    assert engine.cache.load(request) is not None
+    assert engine.cache.extend(request, tokens=4 * PAGE)
+    assert not engine.cache.extend(request, tokens=4 * PAGE + 1)
+    assert [len(request.page_table(group)) for group in range(2)] == [4, 4]
+    engine.cache.release(request)
+
+
+def test_transient_fields_reach_neither_l2_nor_l3(make: Make) -> None:
+    objects: Objects = {}
+    engine = make(STATE, objects=objects)
+    engine.serve(prompt(2))
+    engine.settle()
+    kept = sum(2 * 4 * size for size in (6, 5))
+    assert [len(payload) for _, payload in objects.values()] == [kept, kept]
+    other = make(STATE, objects=objects)
+    assert other.serve(prompt(2)).tokens == 2 * PAGE  # which checks that the ring is empty
+
+
+def test_br_017_salts_keep_tenants_apart_in_every_tier(make: Make) -> None:
+    objects: Objects = {}
+    engine = make(l1=8, objects=objects)
+    salts = (b"a", b"b", b"", None)
+    for salt in salts:
+        assert engine.serve(prompt(4), salt=salt).tokens == 0
+        engine.settle()
+    assert engine.serve(prompt(4), salt=b"a").by_source == by_source(l2=4 * PAGE)  # the positive control
+    engine.settle()
+    keys = len(objects)
+    other = make(objects=objects)
+    assert [other.serve(prompt(4), salt=salt).by_source["l3"] for salt in salts] == [4 * PAGE] * 4
+    assert other.serve(prompt(4), salt=b"c").tokens == 0
+    other.settle()
+    assert len(objects) == keys // 4 * 5  # every tenant has objects of its own
+
+
+def test_the_salt_of_the_cache_counts_unless_the_request_brings_one(make: Make) -> None:
+    objects: Objects = {}
+    salted = make(objects=objects, salt=b"a")
+    salted.serve(prompt(4))
+    assert salted.serve(prompt(4), salt=b"b").tokens == 0
+    assert salted.serve(prompt(4), salt=b"a").tokens == 4 * PAGE
+    salted.settle()
+    assert make(objects=objects).serve(prompt(4)).tokens == 0
+    assert make(objects=objects).serve(prompt(4), salt=b"a").tokens == 4 * PAGE
+
+
+def test_extras_are_part_of_what_a_prompt_is(make: Make) -> None:
+    engine = make(objects={})
+    engine.serve(prompt(4), extras={"lora": "x"})
+    assert engine.serve(prompt(4)).tokens == 0
+    assert engine.serve(prompt(4), extras={"lora": "y"}).tokens == 0
+    assert engine.serve(prompt(4), extras={"lora": "x"}).tokens == 4 * PAGE
+
+
+def test_br_062_engines_of_another_revision_share_nothing(make: Make) -> None:
+    objects: Objects = {}
+    make(objects=objects, revision="v1").serve(prompt(4))
+    assert make(objects=objects, revision="v2").serve(prompt(4)).tokens == 0
+    assert make(objects=objects, revision="v1").serve(prompt(4)).tokens in (0, 4 * PAGE)
+
+
+@pytest.mark.parametrize("tokens", [[1.5], "abc", [[1]], None, [True]], ids=repr)
+def test_a_prompt_that_is_no_list_of_token_ids_is_refused(tokens: object, make: Make) -> None:
+    engine = make(objects={})
+    with pytest.raises(UsageError, match="token ids"):
+        engine.cache.match(tokens)  # type: ignore[arg-type]
+    request = engine.cache.match([1, 2, 3])
+    with pytest.raises(UsageError, match="token ids"):
+        engine.cache.append(request, tokens)  # type: ignore[arg-type]
+    assert request.token_count == 3
+    engine.cache.release(request)
+
+
+def test_calls_out_of_order_are_refused_and_change_nothing(make: Make) -> None:
+    engine = make(objects={})
+    cache = engine.cache
+    request = cache.match(prompt(2))
+    with pytest.raises(UsageError, match="not loaded"):
+        cache.extend(request, tokens=4)
+    with pytest.raises(UsageError, match="not loaded"):
+        cache.store(request, computed=0)
+    with pytest.raises(UsageError, match="group 2 has no live state"):
+        request.state_slot(2)
+    assert cache.load(request) is not None
+    with pytest.raises(UsageError, match="group 0 has no live state"):
+        request.state_slot(0)
+    with pytest.raises(UsageError, match="computed = 8: the request has tokens and pages for 0 to 0"):
+        cache.store(request, computed=8)
+    assert cache.load(request) is not None  # a second time it is the same
+    cache.release(request)
+    for misuse in (
+        lambda: cache.release(request),
+        lambda: cache.load(request),
+        lambda: cache.prefetch(request),
+        lambda: cache.extend(request, tokens=4),
+        lambda: cache.store(request, computed=0),
+    ):
+        with pytest.raises(UsageError, match="released"):
+            misuse()
+    assert engine.serve(prompt(2)).tokens == 0
+
+
+@pytest.mark.parametrize(
+    ("computed", "state_at", "pending"), [(2 * PAGE, 2 * PAGE, 1), (2 * PAGE, PAGE, 0), (2 * PAGE + 1, 2 * PAGE + 1, 0)]
+)
+def test_a_state_that_is_not_committed_is_not_snapshotted(
+    computed: int, state_at: int, pending: int, make: Make
+) -> None:
+    engine = make(objects={})
+    request = engine.cache.match(prompt(2))
+    assert engine.cache.load(request) is not None
+    assert engine.cache.extend(request, tokens=computed)
+    with pytest.raises(StateNotCommitted):
+        engine.cache.store(request, computed=computed, state_at=state_at, state_pending=pending)
+    engine.settle()
+    assert engine.cache.match(prompt(2)).hit == Hit(0, 0)
+    engine.cache.release(request)
+
+
+def test_the_caller_is_told_when_l1_has_no_room(make: Make) -> None:
+    engine = make(ATTENTION, STATE, l1=3)
+    held = [engine.cache.match(prompt(1, seed=seed)) for seed in range(4)]
+    assert [engine.cache.load(request) is not None for request in held] == [True, True, True, False]
+    engine.cache.release(held[0])
+    assert engine.cache.load(held[3]) is not None
+    for request in held[1:]:
+        engine.cache.release(request)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"l3": "unix:///nowhere", "l2_bytes": 0}, "l2_bytes = 0: expected more than 0"),
+        ({"l1_state_slots": 0}, "l1_state_slots = 0"),
+        ({"l3": "http://x", "l2_bytes": 1 << 24}, "l3 = 'http://x': expected unix://"),
+        ({"l2_bytes": 4096}, "l2_bytes = 4096: expected at least"),
+        ({"l1_pages": 0}, "l1_pages = 0"),
+    ],
+)
+def test_settings_that_contradict_each_other_stop_the_start(settings: dict[str, object], named: str) -> None:
+    spec = CacheSpec("m", "r", HYBRID, page_tokens=PAGE)
+    with pytest.raises(ConfigError, match=named):
+        HiCache.open(spec, **({"l1_pages": 4, "l1_state_slots": 4} | settings))  # type: ignore[arg-type]

@@ -1,0 +1,364 @@
+"""The directory and L3: what a prefetch promises, brings and gives back."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache.index import Tier
+from hicache.jobs import CopyJob, CopyKind, FetchJob, LookupJob
+from hicache.slots import slot_of
+from tests.core.situations import HYBRID, evict_all, loaded_pages, prompt
+from tests.core.world import FULL, PAGE, WINDOW, World
+
+
+def test_br_012_what_the_engine_holds_is_neither_fetched_nor_loaded_over() -> None:
+    world = World((FULL,), l1=16, l2=16, prefetch_l2_share=1.0)
+    world.serve(prompt(3))
+    world.executor.done.clear()
+    world.fill_l3(prompt(5))
+    shared = {slot_of(entry.handle) for tier, _, entry in world.entries() if tier is Tier.L1}
+    live = world.open(prompt(5))
+    assert live.record.local_tokens == {"l1": 3 * PAGE, "l2": 0}
+    world.prefetch(live)
+    world.run_all()
+    world.load_whole(live)
+    assert loaded_pages(live) == 5
+    fetched = [i.block_key for task in world.executor.done if isinstance(task.job, FetchJob) for i in task.job.items]
+    assert fetched == live.record.keys[3:5]
+    written = {item.target for task in world.executor.done if isinstance(task.job, CopyJob) for item in task.job.items}
+    assert len(written) == 2
+    assert not written & shared
+    world.check()
+
+
+def test_a_page_of_the_prompt_is_always_left_to_compute() -> None:
+    world = World((FULL,), l1=8, l2=8)
+    world.serve(prompt(3))
+    exact = prompt(3)[:-1]
+    live = world.open(exact)
+    assert live.record.local_tokens == {"l1": 2 * PAGE, "l2": 0}
+    world.load_whole(live)
+    assert loaded_pages(live) == 2
+    assert live.record.by_source["computed"] == PAGE
+
+
+@pytest.mark.parametrize("pages", range(1, 9))
+def test_a_sliding_window_loads_its_last_window_only(pages: int) -> None:
+    world = World((FULL, WINDOW), l1=16, l2=16)
+    world.serve(prompt(8))
+    evict_all(world, Tier.L1)
+    live = world.open(prompt(pages))
+    world.load_whole(live)
+    assert loaded_pages(live) == pages
+    assert None not in live.record.tables[0]
+    window = [handle is not None for handle in live.record.tables[1]]
+    reach = world.spec.reach_pages[1]
+    assert window == [page >= pages - reach for page in range(pages)]
+    world.check()
+
+
+def test_br_033_a_prefetch_is_not_settled_before_its_plan_exists_and_all_pages_have_arrived() -> None:
+    world = World((FULL,), l1=16, l2=40, prefetch_l2_share=1.0)
+    world.fill_l3(prompt(36))
+    live = world.open(prompt(36))
+    assert world.directory.is_settled(live.record)  # nothing has been asked for
+    world.prefetch(live)
+    assert not world.directory.is_settled(live.record)
+    world.executor.run_kind(LookupJob)
+    fetches = len(world.executor.waiting)
+    assert fetches == 3
+    for _ in range(fetches):
+        assert not world.directory.is_settled(live.record)
+        world.executor.run(len(world.executor.waiting) - 1)  # the last pages arrive first
+    assert world.directory.is_settled(live.record)
+    world.check()
+
+
+def test_br_033_a_final_miss_settles_a_prefetch() -> None:
+    world = World((FULL,), l1=16, l2=16)
+    live = world.open(prompt(8))
+    world.prefetch(live)
+    assert not world.directory.is_settled(live.record)
+    world.executor.run_kind(LookupJob)
+    assert world.directory.is_settled(live.record)
+    assert world.directory.stats.prefetch_found == 0
+
+
+@pytest.mark.parametrize(
+    ("stalled", "pages"),
+    [({0}, 0), ({1}, 0), ({0, 1}, 0), (set(), 8)],
+    ids=["attention", "state", "both", "neither"],
+)
+def test_br_034_a_stalled_pool_counts_as_not_arrived_and_drains_without_touching_anybody(
+    stalled: set[int], pages: int
+) -> None:
+    world = World(HYBRID, l1=20, l2=20, prefetch_l2_share=1.0, job_items_max=1)
+    world.fill_l3(prompt(8), without=frozenset((page, 1) for page in range(7)))
+    live = world.open(prompt(8))
+    world.prefetch(live)
+    world.executor.run_kind(LookupJob)
+    for position in reversed(world.executor.waiting_for(FetchJob)):
+        if not stalled & {item.group for item in world.executor.waiting[position].job.items}:
+            world.executor.run(position)
+    world.load(live)  # the deadline has passed
+    world.executor.run_kind(CopyKind.LOAD)
+    world.executor.run_kind(CopyKind.RESET)
+    assert loaded_pages(live) == pages
+    world.check()
+    assert world.compute(live, pages=8, snapshot=True)
+    world.release(live)
+    other = world.open(prompt(8, seed=1))
+    world.load(other)
+    world.executor.run_kind(CopyKind.RESET)
+    world.compute(other, pages=8, snapshot=True)
+    world.run_all()  # late bytes arrive
+    world.check()
+    world.wind_up()
+
+
+def test_pages_that_arrive_late_are_kept_for_the_next_request() -> None:
+    world = World((FULL,), l1=16, l2=16, prefetch_l2_share=1.0)
+    world.fill_l3(prompt(6))
+    live = world.open(prompt(6))
+    world.prefetch(live)
+    world.executor.run_kind(LookupJob)
+    world.load(live)
+    assert loaded_pages(live) == 0
+    world.release(live)
+    assert world.directory.stats.prefetch_dropped == {"late": 6 * PAGE}
+    world.run_all()
+    again = world.open(prompt(6))
+    assert again.record.local_tokens == {"l1": 0, "l2": 6 * PAGE}
+    world.check()
+
+
+def test_what_was_late_when_the_load_was_decided_is_counted_as_late() -> None:
+    world = World((FULL,), l1=40, l2=40, prefetch_l2_share=1.0)
+    world.fill_l3(prompt(20))
+    live = world.open(prompt(20))
+    world.prefetch(live)
+    world.executor.run_kind(LookupJob)
+    world.executor.run(0)
+    world.load(live)  # 16 of 20 pages have arrived
+    world.executor.run_kind(FetchJob)
+    world.executor.run_kind(CopyKind.LOAD)
+    assert loaded_pages(live) == 16
+    assert world.directory.stats.prefetch_dropped == {"late": 4 * PAGE}
+    assert world.directory.stats.prefetch_used == 16 * PAGE
+
+
+def test_prefetches_hold_no_more_than_their_share_of_l2_while_their_requests_wait() -> None:
+    world = World((FULL,), l1=40, l2=20, prefetch_l2_share=0.5)
+    waiting = []
+    for seed in range(4):
+        world.fill_l3(prompt(4, seed=seed))
+        waiting.append(world.open(prompt(4, seed=seed)))
+        world.prefetch(waiting[-1])
+        world.run_all()
+    pool = world.directory.index.pools[Tier.L2][0]
+    assert pool.used_count == 10
+    assert world.directory.stats.prefetch_dropped == {"no_host_capacity": 6 * PAGE}
+    world.serve(prompt(8, seed=9))
+    assert sum(1 for key in world.page_keys(prompt(8, seed=9)) if (key, 0, 0) in world.executor.l3) == 8
+    for live in waiting:
+        world.load_whole(live)
+    late = world.open(prompt(12, seed=8))
+    world.fill_l3(prompt(12, seed=8))
+    world.prefetch(late)
+    world.run_all()
+    world.load_whole(late)
+    assert loaded_pages(late) == 10
+    world.check()
+    world.wind_up()
+
+
+@pytest.mark.parametrize(
+    ("reason", "settings", "pages"),
+    [
+        ("no_l3", {"has_l3": False}, 8),
+        ("below_threshold", {"prefetch_threshold_tokens": 8 * PAGE + 1}, 8),
+        ("nothing_to_gain", {}, 0),
+    ],
+)
+def test_br_065_a_declined_prefetch_promises_nothing(reason: str, settings: dict[str, object], pages: int) -> None:
+    world = World((FULL,), l1=16, l2=16, **settings)
+    world.fill_l3(prompt(8))
+    live = world.open(prompt(pages))
+    world.prefetch(live)
+    assert world.directory.is_settled(live.record)
+    assert world.executor.waiting == []
+    assert live.record.prefetch is not None
+    assert live.record.prefetch.planned_pages == live.record.prefetch.base_pages == 0
+    assert world.directory.stats.prefetch_declined == {reason: 1}
+    assert world.directory.stats.prefetch_found == 0
+    world.load_whole(live)
+    assert loaded_pages(live) == 0
+    world.wind_up()
+
+
+def test_br_065_a_prefetch_without_room_promises_nothing_and_says_what_it_found() -> None:
+    world = World((FULL,), l1=16, l2=4)
+    world.serve(prompt(4, seed=1))
+    world.fill_l3(prompt(8))
+    live = world.open(prompt(8))
+    handles = world.directory.index.acquire(Tier.L2, 0, 4)
+    assert handles is not None
+    world.prefetch(live)
+    world.run_all()
+    assert world.directory.is_settled(live.record)
+    assert world.directory.stats.prefetch_found == 8 * PAGE
+    assert world.directory.stats.prefetch_dropped == {"no_host_capacity": 8 * PAGE}
+    assert world.directory.stats.prefetch_in_flight == 0
+    world.directory.index.release(Tier.L2, 0, handles)
+    world.wind_up()
+
+
+def test_br_067_pages_behind_a_hole_are_not_found() -> None:
+    world = World((FULL,), l1=16, l2=16, prefetch_l2_share=1.0)
+    world.fill_l3(prompt(8), without=frozenset({(0, 0), (1, 0)}))
+    live = world.open(prompt(8))
+    world.prefetch(live)
+    world.run_all()
+    assert world.directory.stats.prefetch_found == 0
+    world.load_whole(live)
+    assert loaded_pages(live) == 0
+    world.compute(live, pages=8, snapshot=False)
+    world.release(live)
+    world.run_all()
+    evict_all(world, Tier.L1)
+    evict_all(world, Tier.L2)
+    again = world.open(prompt(8))
+    world.prefetch(again)
+    world.run_all()
+    world.load_whole(again)
+    assert loaded_pages(again) == 8  # the writer has filled the hole
+    world.wind_up()
+
+
+def test_br_101_what_is_gone_between_lookup_and_fetch_shortens_the_prefix() -> None:
+    world = World((FULL,), l1=16, l2=16, prefetch_l2_share=1.0)
+    world.fill_l3(prompt(8))
+    live = world.open(prompt(8))
+    world.prefetch(live)
+    world.executor.run_kind(LookupJob)
+    world.lose_in_l3(live.record.keys[5], 0)
+    world.run_all()
+    assert world.directory.is_settled(live.record)
+    world.load_whole(live)
+    assert loaded_pages(live) == 5
+    assert world.directory.stats.prefetch_dropped == {"absent": 3 * PAGE}
+    world.wind_up()
+
+
+def test_br_106_a_hit_that_l2_has_no_room_for_is_cut_to_the_share_and_all_is_told() -> None:
+    world = World((FULL,), l1=200, l2=160, prefetch_l2_share=0.5)
+    world.fill_l3(prompt(1000))
+    live = world.open(prompt(1000))
+    world.prefetch(live)
+    world.run_all()
+    world.load_whole(live)
+    stats = world.directory.stats
+    assert loaded_pages(live) == 80
+    assert stats.prefetch_found == 1000 * PAGE
+    assert stats.prefetch_used == 80 * PAGE
+    assert stats.prefetch_dropped == {"no_host_capacity": 920 * PAGE}
+    assert stats.prefetch_in_flight == 0
+
+
+def test_br_106_a_cut_hit_of_a_hybrid_ends_at_a_snapshot() -> None:
+    world = World(HYBRID, l1=100, l2=40, prefetch_l2_share=0.5)
+    snapshots = {7, 15, 31}
+    world.fill_l3(prompt(32), without=frozenset((page, 1) for page in range(32) if page not in snapshots))
+    live = world.open(prompt(32))
+    world.prefetch(live)
+    world.run_all()
+    world.load_whole(live)
+    assert loaded_pages(live) == 16
+    assert world.directory.stats.prefetch_dropped == {"no_host_capacity": 16 * PAGE}
+    world.wind_up()
+
+
+def test_br_107_a_prefetch_meets_pages_that_another_request_has_published_meanwhile() -> None:
+    world = World((FULL,), l1=20, l2=20, prefetch_l2_share=1.0)
+    world.serve(prompt(2))
+    world.fill_l3(prompt(8))
+    live = world.open(prompt(8))
+    world.prefetch(live)
+    world.executor.run_kind(LookupJob)
+    other = world.open(prompt(5))
+    world.load(other)
+    world.compute(other, pages=5, snapshot=False)
+    world.executor.run_kind(CopyKind.BACKUP)
+    world.release(other)
+    world.run_all()
+    assert world.directory.index.pools[Tier.L2][0].used_count == 8  # no page twice
+    world.load_whole(live)
+    assert loaded_pages(live) == 8
+    world.check()
+    world.wind_up()
+
+
+def test_br_107_a_prefetch_whose_anchor_was_evicted_publishes_nothing() -> None:
+    world = World((FULL,), l1=20, l2=20, prefetch_l2_share=1.0)
+    world.serve(prompt(2))
+    world.fill_l3(prompt(8))
+    live = world.open(prompt(8))
+    world.prefetch(live)
+    world.executor.run_kind(LookupJob)
+    world.release(live)
+    evict_all(world, Tier.L1)
+    for _ in range(14):  # all but the slots that the fetch is writing to
+        assert world.directory.index.acquire(Tier.L2, 0, 1) is not None
+    assert world.directory.index.nodes == {}
+    world.executor.run_all()
+    assert world.directory.index.nodes == {}
+    assert world.directory.index.pools[Tier.L2][0].used_count == 14
+    assert world.prefetcher._held == [0]
+
+
+def test_what_a_prefetch_has_brought_is_kept_until_its_request_takes_it() -> None:
+    world = World(HYBRID, l1=20, l2=20, prefetch_l2_share=0.5)
+    world.serve(prompt(2))
+    evict_all(world, Tier.L1)
+    world.fill_l3(prompt(8))
+    live = world.open([*prompt(8)])
+    world.prefetch(live)
+    world.run_all()
+    for seed in range(1, 6):
+        world.serve(prompt(12, seed=seed))
+    world.load_whole(live)
+    assert loaded_pages(live) == 8
+    assert live.record.by_source == {"l1": 0, "l2": 2 * PAGE, "l3": 6 * PAGE, "computed": 1}
+    world.check()
+    world.wind_up()
+
+
+def test_pages_that_arrive_out_of_order_are_published_in_order() -> None:
+    world = World((FULL,), l1=20, l2=20, prefetch_l2_share=1.0, job_items_max=2)
+    world.fill_l3(prompt(8))
+    live = world.open(prompt(8))
+    world.prefetch(live)
+    world.executor.run_kind(LookupJob)
+    visible = []
+    for position in (1, 2, 0, 0):  # pages 2 and 3, 6 and 7, 0 and 1, 4 and 5
+        world.executor.run(position)
+        visible.append(world.directory.index.pools[Tier.L2][0].used_count and len(world.directory.index.nodes))
+        world.check()
+    assert visible == [0, 0, 4, 8]
+    world.wind_up()
+
+
+def test_two_prefetches_of_one_prompt_end_in_one_copy() -> None:
+    world = World((FULL,), l1=20, l2=20, prefetch_l2_share=1.0)
+    world.fill_l3(prompt(8))
+    twins = [world.open(prompt(8)) for _ in range(2)]
+    for live in twins:
+        world.prefetch(live)
+    world.run_all()
+    assert world.directory.index.pools[Tier.L2][0].used_count == 8
+    for live in twins:
+        world.load_whole(live)
+        assert loaded_pages(live) == 8
+    assert world.directory.stats.prefetch_used == 16 * PAGE
+    assert [live.record.by_source["l3"] for live in twins] == [8 * PAGE, 0]
+    world.wind_up()

@@ -1,0 +1,86 @@
+"""The way down: what reaches L2 and L3, in which order, and what happens to the rest."""
+
+from __future__ import annotations
+
+import pytest
+
+from hicache.directory import Directory
+from hicache.index import Tier
+from hicache.jobs import CopyKind, StoreJob
+from hicache.outcome import Outcome
+from hicache.spec import Group
+from tests.core.simulated_executor import failing
+from tests.core.situations import HYBRID, prompt
+from tests.core.world import FULL, WINDOW, World
+
+
+@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 1.0])
+@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), HYBRID], ids=["attention", "window", "hybrid"])
+def test_br_067_l3_gets_every_page_and_never_one_before_its_ancestors(groups: tuple[Group, ...], share: float) -> None:
+    world = World(groups, l1=40, l2=20, store_l2_share=share)
+    live = world.open(prompt(16))
+    world.load_whole(live)
+    world.compute(live, pages=16, snapshot=True)
+    world.release(live)
+    while world.executor.waiting:
+        world.executor.run(0)
+        stored = [all((key, 0, rank) in world.executor.l3 for rank in range(1)) for key in live.record.keys]
+        assert stored == sorted(stored, reverse=True)
+    assert all(stored)
+    world.check()
+    world.wind_up()
+
+
+class DropsSome:
+    """A write policy that refuses some pages."""
+
+    def __init__(self, *refused: bytes) -> None:
+        self.refused = refused
+
+    def backs_up(self, block_key: bytes) -> bool:
+        return block_key not in self.refused
+
+
+def test_br_067_a_policy_that_refuses_a_page_leaves_no_hole_below_it() -> None:
+    world = World((FULL,), l1=16, l2=16)
+    keys = world.page_keys(prompt(6))
+    world.directory = Directory(world.spec, world.config, write_policy=DropsSome(keys[2]))
+    world.executor.directory = world.directory
+    world.serve(prompt(6))
+    assert [(key, 0, 0) in world.executor.l3 for key in keys] == [True, True, False, False, False, False]
+    assert [world.directory.index.nodes[key].masks[Tier.L2] for key in keys] == [1, 1, 0, 0, 0, 0]
+    world.check()
+    world.wind_up()
+
+
+def test_br_001_a_failed_backup_is_not_published_and_the_next_request_writes_it() -> None:
+    world = World((FULL,), l1=8, l2=8)
+    live = world.open(prompt(4))
+    world.load_whole(live)
+    world.compute(live, pages=4, snapshot=False)
+    world.executor.run_kind(CopyKind.BACKUP, failing(Outcome.IO_ERROR, 1))
+    masks = [world.directory.index.nodes[key].masks[Tier.L2] for key in live.record.keys]
+    assert masks == [1, 0, 1, 1]
+    assert world.directory.stats.objects["backup.io_error"] == 1
+    world.check()
+    world.run_all()
+    world.release(live)
+    assert [key for key in live.record.keys if (key, 0, 0) in world.executor.l3] == live.record.keys[:1]
+    world.serve(prompt(4))
+    assert [key for key in live.record.keys if (key, 0, 0) in world.executor.l3] == live.record.keys
+    world.wind_up()
+
+
+def test_br_001_a_failed_store_is_not_believed_and_the_next_request_stores_it() -> None:
+    world = World((FULL,), l1=8, l2=8, store_l2_share=1.0)
+    live = world.open(prompt(4))
+    world.load_whole(live)
+    world.compute(live, pages=4, snapshot=False)
+    world.executor.run_kind(CopyKind.BACKUP)
+    world.executor.run_kind(StoreJob, failing(Outcome.UNAVAILABLE, 1))
+    assert [world.directory.index.nodes[key].in_l3 for key in live.record.keys] == [1, 0, 1, 1]
+    world.release(live)
+    world.serve(prompt(4))
+    assert [world.directory.index.nodes[key].in_l3 for key in live.record.keys] == [1, 1, 1, 1]
+    assert world.directory.stats.objects["store.unavailable"] == 1
+    world.wind_up()

@@ -1,0 +1,337 @@
+"""A directory, its executors, and engines that use it in any order, with everything that must hold at every moment."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+from hicache.directory import Directory, DirectoryConfig
+from hicache.index import Entry, Tier
+from hicache.jobs import CopyKind
+from hicache.keys import BlockKeys
+from hicache.request import RequestRecord
+from hicache.slots import slot_of
+from hicache.spec import CacheSpec, Group, PagedGroup, StateField, StateGroup
+from tests.core.simulated_executor import EMPTY, Fault, SimulatedExecutor, no_fault
+
+PAGE = 2
+FULL = PagedGroup("attn", (0,), 1, 1, "float32")
+LATENT = PagedGroup.mla("mla", layers=(4,), latent_dim=1, rope_dim=1, dtype="float32")
+WINDOW = PagedGroup("swa", (1,), 1, 1, "float32", window_tokens=4)
+STATE = StateGroup("gdn", (2,), (StateField("s", (1,), "float32"), StateField("ring", (2,), "float32", transient=True)))
+CONV = StateGroup("conv", (3,), (StateField("c", (1,), "float32"),))
+
+MODELS: list[tuple[Group, ...]] = [
+    (FULL,),
+    (FULL, LATENT),
+    (FULL, WINDOW),
+    (FULL, STATE),
+    (WINDOW, STATE),
+    (STATE,),
+    (FULL, WINDOW, STATE, CONV),
+]
+
+
+@dataclass(eq=False)
+class Live:
+    """A request and what the engine knows of it."""
+
+    record: RequestRecord
+    tokens: list[int]
+    computed: int = 0
+    tables: list[list[int | None]] = field(default_factory=list)
+
+
+class World:
+    """``config`` is that of Directory; slot counts are given for each group, or as one number for all of them.
+
+    ``job_items_max`` bounds the jobs to and from L3, so that few pages already arrive in many pieces.
+    """
+
+    def __init__(
+        self,
+        groups: tuple[Group, ...],
+        *,
+        l1: int | tuple[int, ...],
+        l2: int | tuple[int, ...] = 0,
+        job_items_max: int = 16,
+        **config: object,
+    ) -> None:
+        self.spec = CacheSpec("m", "r", groups, page_tokens=PAGE)
+        self.keys = BlockKeys(self.spec.namespace, page_tokens=PAGE)
+        self.root = self.keys.root()
+        l1_slots, l2_slots = (
+            (slots,) * len(groups) if isinstance(slots, int) else slots[: len(groups)] for slots in (l1, l2)
+        )
+        settings = {"has_l3": any(l2_slots), "prefetch_threshold_tokens": 0} | config
+        self.config = DirectoryConfig(l1_slots, l2_slots, **settings)  # type: ignore[arg-type]
+        self.directory = Directory(self.spec, self.config)
+        self.prefetcher, self.writer = self.directory._prefetcher, self.directory._writer  # their budgets are checked
+        self.prefetcher._limits = replace(self.prefetcher._limits, job_items_max=job_items_max)
+        self.writer._limits = replace(self.writer._limits, job_items_max=job_items_max)
+        self.executor = SimulatedExecutor(self.spec, self.directory, ranks=self.config.ranks)
+        self.live: list[Live] = []
+        self.truth: dict[bytes, tuple[int, ...]] = {}
+        self.is_l3_whole = True  # no object was lost on its way to L3 or in it
+
+    # -- what engines do ---------------------------------------------------------------------------------------------
+
+    def page_keys(self, tokens: list[int]) -> list[bytes]:
+        """Block keys of a sequence, noted with what they stand for."""
+        keys = self.keys.chain(tokens, parent=self.root)
+        for page, key in enumerate(keys):
+            self.truth[key] = tuple(tokens[: (page + 1) * PAGE])
+        return keys
+
+    def open(self, tokens: list[int]) -> Live:
+        record = self.directory.open(self.page_keys(tokens), token_count=len(tokens))
+        live = Live(record, tokens)
+        found = sum(record.local_tokens.values())
+        assert found == PAGE * self.brute_force_usable(record)
+        assert not tokens or found < len(tokens)
+        self.live.append(live)
+        return live
+
+    def prefetch(self, live: Live) -> None:
+        self.directory.prefetch(live.record)
+        self.executor.collect()
+
+    def load(self, live: Live) -> None:
+        self.directory.load(live.record)
+        self.executor.collect()
+
+    def append(self, live: Live, tokens: list[int]) -> None:
+        before = len(live.record.keys)
+        live.tokens = live.tokens + tokens
+        self.directory.append(live.record, self.page_keys(live.tokens)[before:], token_count=len(live.tokens))
+
+    def compute(self, live: Live, *, pages: int, snapshot: bool, fault: Fault = no_fault) -> bool:
+        """Compute up to ``pages`` further full pages and store them. False when not loaded, or L1 has no room."""
+        record = live.record
+        if not record.is_loaded:
+            return False
+        live.computed = max(live.computed, record.loaded_pages * PAGE)
+        target = min(live.computed + pages * PAGE, len(live.tokens) // PAGE * PAGE)
+        if not self.directory.extend(record, tokens=target):
+            return False
+        for page in range(live.computed // PAGE, target // PAGE):
+            for group, table in enumerate(record.tables):
+                if table:
+                    self.executor.compute(group, slot_of(table[page]), (self.truth[record.keys[page]], group))
+        if target > live.computed:
+            for group, handle in record.live.items():
+                self.executor.compute(group, slot_of(handle), (tuple(live.tokens[:target]), group))
+        live.computed = target
+        self.directory.store(
+            record, computed=target, state_at=target if snapshot and self.spec.has_state else None, state_pending=0
+        )
+        self.executor.run_kind(CopyKind.SNAPSHOT, fault)  # in the order of compute itself, which goes on at once
+        return True
+
+    def release(self, live: Live) -> None:
+        self.directory.release(live.record)
+        self.live.remove(live)
+        self.executor.collect()
+
+    def serve(self, tokens: list[int], *, snapshot: bool = True, fault: Fault = no_fault) -> Live:
+        """A whole request, page by page. Returns what it was when it was over."""
+        live = self.open(tokens)
+        self.prefetch(live)
+        self.run_all(fault)
+        self.load_whole(live, fault)
+        while live.computed < len(tokens) // PAGE * PAGE and self.compute(live, pages=1, snapshot=snapshot):
+            pass
+        self.release(live)
+        self.run_all(fault)
+        return live
+
+    def load_whole(self, live: Live, fault: Fault = no_fault) -> None:
+        """Ask for the load until it is there, five times at most."""
+        for _ in range(5):
+            self.load(live)
+            self.run_all(fault)
+            if live.record.is_loaded:
+                return
+
+    def fill_l3(self, tokens: list[int], *, without: frozenset[tuple[int, int]] = frozenset()) -> None:
+        """Another engine has stored these pages, ``without`` some (page, group)."""
+        for page, key in enumerate(self.page_keys(tokens)):
+            for group in range(len(self.spec.groups)):
+                if (page, group) not in without:
+                    self.executor.put_l3(key, group, (self.truth[key], group))
+        self.is_l3_whole &= not without
+
+    # -- what the world does -----------------------------------------------------------------------------------------
+
+    def run(self, choice: int, fault: Fault = no_fault) -> None:
+        """Do one of the waiting tasks, if there are any."""
+        if self.executor.waiting:
+            self.is_l3_whole &= fault is no_fault
+            self.executor.run(choice % len(self.executor.waiting), fault)
+
+    def run_all(self, fault: Fault = no_fault) -> None:
+        self.is_l3_whole &= fault is no_fault
+        self.executor.run_all(fault)
+
+    def forget_in_l3(self, choice: int) -> None:
+        """L3 has evicted something."""
+        if self.executor.l3:
+            key, group, _ = sorted(self.executor.l3)[choice % len(self.executor.l3)]
+            self.lose_in_l3(key, group)
+
+    def lose_in_l3(self, key: bytes, group: int) -> None:
+        self.executor.drop_l3(key, group)
+        self.is_l3_whole = False
+
+    # -- what must hold ----------------------------------------------------------------------------------------------
+
+    def brute_force_usable(self, record: RequestRecord) -> int:
+        """The longest n for which every group has what a prefix of n pages needs."""
+        best = 0
+        for n in range(1, record.prompt_pages + 1):
+            if all(
+                self.is_resident(record.keys[page], group)
+                for group, reach in enumerate(self.spec.reach_pages)
+                for page in range(0 if reach is None else max(0, n - reach), n)
+            ):
+                best = n
+        return best
+
+    def is_resident(self, key: bytes, group: int) -> bool:
+        node = self.directory.index.nodes.get(key)
+        return node is not None and bool(node.resident >> group & 1)
+
+    def entries(self) -> Iterator[tuple[Tier, int, Entry]]:
+        """Every published copy."""
+        for node in self.directory.index.nodes.values():
+            for tier in Tier:
+                for group, entry in enumerate(node.entries[tier]):
+                    if entry is not None:
+                        yield tier, group, entry
+
+    def check(self) -> None:
+        """Everything that holds at every moment."""
+        self.check_published_bytes()
+        self.check_restored_prefixes()
+        self.check_nodes()
+        self.check_accounts()
+        if not self.directory.open_jobs:
+            self.check_nothing_leaked()
+            self.check_l3_has_no_holes()
+
+    def check_published_bytes(self) -> None:
+        for tier, group, entry in self.entries():
+            for rank in self.executor.ranks:
+                memory = rank.l1 if tier is Tier.L1 else rank.l2
+                assert memory[group][slot_of(entry.handle)] == (self.truth[entry.node.key], group)
+        for (key, group, _), value in self.executor.l3.items():
+            assert value == (self.truth[key], group)
+
+    def check_restored_prefixes(self) -> None:
+        for live in self.live:
+            record = live.record
+            if not record.is_loaded:
+                continue
+            computed = max(live.computed, record.loaded_pages * PAGE)
+            assert record.loaded_pages <= record.prompt_pages
+            for group, table in enumerate(record.tables):
+                for page in range(min(len(table), computed // PAGE)):
+                    if table[page] is None:
+                        assert page < record.loaded_pages - self.spec.reach_pages[group]
+                    else:
+                        self.check_slot(group, table[page], (self.truth[record.keys[page]], group))
+            for group, handle in record.live.items():
+                self.check_slot(group, handle, (tuple(live.tokens[:computed]), group) if computed else EMPTY)
+
+    def check_slot(self, group: int, handle: int, expected: object) -> None:
+        for rank in self.executor.ranks:
+            assert rank.l1[group][slot_of(handle)] == expected
+
+    def check_nodes(self) -> None:
+        index = self.directory.index
+        full = index.rule.full_mask
+        for key, node in index.nodes.items():
+            assert node.key == key
+            assert node.resident or node.children or node.copying or node.storing
+            assert node.parent is None or (index.nodes[node.parent.key] is node.parent and node in node.parent.children)
+            if full and node.resident:  # no page is here without all of its ancestors
+                assert node.resident & full == full
+                assert node.parent is None or node.parent.resident & full == full
+            for tier in Tier:
+                there = sum(1 << group for group, entry in enumerate(node.entries[tier]) if entry is not None)
+                assert node.masks[tier] == there
+            assert node.resident == node.masks[Tier.L1] | node.masks[Tier.L2]
+
+    def check_accounts(self) -> None:
+        stats = self.directory.stats
+        assert stats.prefetch_found == (
+            stats.prefetch_used + sum(stats.prefetch_dropped.values()) + stats.prefetch_in_flight
+        )
+        assert stats.tokens_requested == sum(stats.tokens_by_source.values())
+        assert stats.prefetch_in_flight >= 0
+
+    def check_nothing_leaked(self) -> None:
+        """With no job under way, slots and pins are exactly those of entries and of requests that are alive."""
+        holders: list[list[Counter[int]]] = [[Counter() for _ in self.spec.groups] for _ in Tier]
+        for tier, group, entry in self.entries():
+            holders[tier][group][entry.handle] += 1
+        pins: Counter[Entry] = Counter()
+        for live in self.live:
+            for group, table in enumerate(live.record.tables):
+                holders[Tier.L1][group].update(handle for handle in table if handle is not None)
+            for group, handle in live.record.live.items():
+                holders[Tier.L1][group][handle] += 1
+            pins.update(live.record.pins)
+            if live.record.prefetch is not None:
+                pins.update(live.record.prefetch.pins)
+        for tier in Tier:
+            for group, pool in enumerate(self.directory.index.pools[tier]):
+                assert pool.used_count == len(holders[tier][group])
+                assert all(pool.holders(handle) == count for handle, count in holders[tier][group].items())
+        for _, _, entry in self.entries():
+            assert entry.pins == pins[entry]
+        for node in self.directory.index.nodes.values():
+            assert not node.copying
+            assert not node.storing
+        self.check_budgets()
+
+    def check_budgets(self) -> None:
+        """With no job under way, the shares of L2 are taken by what waits there for its request, and nothing else."""
+        held = [0] * len(self.spec.groups)
+        for live in self.live:
+            if live.record.prefetch is not None and not live.record.prefetch.concluded:
+                for _, group in live.record.prefetch.fetched:
+                    held[group] += 1
+        assert self.prefetcher._held == held
+        assert not any(self.writer._storing)
+        assert not self.writer._queue
+
+    def check_l3_has_no_holes(self) -> None:
+        """Unless something was lost on its way or in L3, what L3 holds can be reached from its first page on."""
+        full = self.directory.index.rule.full_mask
+        if not self.is_l3_whole or not full:
+            return
+        by_tokens = {tokens: key for key, tokens in self.truth.items()}
+        for key, _, rank in self.executor.l3:
+            tokens = self.truth[key]
+            for end in range(PAGE, len(tokens) + 1, PAGE):
+                for group in range(len(self.spec.groups)):
+                    if full >> group & 1:
+                        assert (by_tokens[tokens[:end]], group, rank) in self.executor.l3
+
+    def wind_up(self) -> None:
+        """End every request and job; afterwards nothing is held, and everything can be evicted."""
+        for live in list(self.live):
+            self.release(live)
+        self.run_all()
+        self.check()
+        index, stats = self.directory.index, self.directory.stats
+        assert self.directory.open_jobs == 0
+        assert stats.prefetch_in_flight == 0
+        for tier in Tier:
+            for group, pool in enumerate(index.pools[tier]):
+                handles = index.acquire(tier, group, pool.capacity)
+                assert handles is not None
+                index.release(tier, group, handles)
+        assert not index.nodes
