@@ -115,6 +115,7 @@ class ObjectStore:
                     self._counters.bytes_read += item.target.nbytes
                 elif outcome in (Outcome.ABSENT, Outcome.CORRUPT) and self._additions == additions:
                     self._residents.discard(item.key)  # otherwise it may be new, and the next get will tell
+        self._persist_recency_when_due()
         return outcomes
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
@@ -330,7 +331,7 @@ class ObjectStore:
             return self._counters.snapshot(leases=len(self._leases), leased_keys=self._leases.key_count)
 
     def persist_recency(self) -> None:
-        """Write the times of use that have come up since the last time. A put does it every TOUCH_INTERVAL_S."""
+        """Write the times of use that have come up since the last time. A get or put does it every TOUCH_INTERVAL_S."""
         with self._lock:
             touches = self._touched.take(now_s=self._clock(), wall_s=self._wall_clock())
         if touches:

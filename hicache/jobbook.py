@@ -13,6 +13,8 @@ from hicache.outcome import Outcome
 Outcomes = tuple[Outcome, ...]
 Element = TypeVar("Element")
 
+JOBS_PER_BURST_MAX = 64  # so that a prompt of a million tokens does not fill the executor's queues
+
 
 @dataclass(slots=True)
 class _Open:
@@ -70,6 +72,7 @@ class JobBook:
 
 
 def batches(elements: Sequence[Element], size: int) -> Iterator[Sequence[Element]]:
-    """Consecutive slices of at most ``size`` elements."""
+    """Consecutive slices of ``size`` elements, or longer ones, so that there are at most JOBS_PER_BURST_MAX."""
+    size = max(size, -(-len(elements) // JOBS_PER_BURST_MAX))
     for start in range(0, len(elements), size):
         yield elements[start : start + size]

@@ -252,3 +252,5 @@ class Loader:
         record.by_source = tokens
         self._stats.tokens_by_source.update(tokens)
         self._stats.tokens_requested += record.token_count
+        attention = self._index.rule.attention_pages(self._index.masks(record.keys[: record.prompt_pages]))
+        self._stats.tokens_attention_only += max(0, attention - pages) * self._page_tokens

@@ -14,6 +14,8 @@ from hicache.stats import DirectoryStats
 
 Part = tuple[int, int]  # (page, group)
 
+REPLANS_MAX = 2  # a prompt whose objects fail one by one must not be tried for ever
+
 
 @dataclass(frozen=True, slots=True)
 class PrefetchLimits:
@@ -32,13 +34,16 @@ class Prefetch:
     """One request's prefetch.
 
     pages    [0, base) usable before | [base, planned) promised | [planned, found) dropped for want of room
-             published in page order: next_page
+             being fetched, and published in page order: [next, target); target <= planned
     """
 
     keys: Sequence[bytes]
+    remote: list[int]  # what L3 is believed to have of each page, as a mask of groups
     base_pages: int = 0
     planned_pages: int = 0
+    target_pages: int = 0
     next_page: int = 0
+    replans_left: int = REPLANS_MAX
     settled: bool = False
     concluded: bool = False  # the request has taken what it could, or is gone
     handles: dict[Part, int] = field(default_factory=dict)
@@ -49,7 +54,7 @@ class Prefetch:
 
 
 class Prefetcher:
-    """Looks up, plans once over all groups and tiers, fetches, and publishes page by page.
+    """Looks up, plans over all groups and tiers, fetches, and publishes page by page; plans anew when some of it fails.
 
     A page is published in L2 when every object of it that was asked for is settled and its full-attention objects are
     there; a page after one that failed is not published, since it could not be reached.
@@ -64,7 +69,7 @@ class Prefetcher:
 
     def start(self, keys: Sequence[bytes]) -> Prefetch:
         """Begin for a prompt with these restorable pages. The result may be settled at once, with nothing to gain."""
-        prefetch = Prefetch(keys)
+        prefetch = Prefetch(keys, remote=[0] * len(keys))
         local = self._index.rule.usable(self._index.masks(keys))
         reason = self._reason_to_decline(len(keys), local)
         if reason is not None:
@@ -128,36 +133,50 @@ class Prefetcher:
         if prefetch.concluded:
             prefetch.settled = True
             return
-        remote = [0] * len(prefetch.keys)
         for (page, group), outcome in zip(parts, outcomes, strict=True):
             if outcome.is_ok:
-                remote[page] |= 1 << group
+                prefetch.remote[page] |= 1 << group
             elif outcome is Outcome.ABSENT:
                 node = self._index.nodes.get(prefetch.keys[page])
                 if node is not None:
                     node.in_l3 &= ~(1 << group)
             else:
                 prefetch.fault = prefetch.fault or outcome
-        self._plan(prefetch, remote)
+        self._plan(prefetch)
 
-    def _plan(self, prefetch: Prefetch, remote: list[int]) -> None:
+    def _plan(self, prefetch: Prefetch) -> None:
         """Choose the longest prefix over all tiers, cut it to what L2 has room for, and fetch what it lacks."""
-        keys, rule = prefetch.keys, self._index.rule
-        local = [self._resident(key) for key in keys]
-        stops = rule.legal_stops(here | there for here, there in zip(local, remote, strict=True))
-        base = rule.usable(local)
-        found = stops[-1] if stops else 0
-        if found <= base:
-            prefetch.settled = True
-            return
+        base, stops, local = self._prospects(prefetch)
+        found = stops[-1] if stops else base
+        prefetch.base_pages = base
+        prefetch.planned_pages = max(base, self._fetch_longest(prefetch, stops, local))
         self._stats.prefetch_found += (found - base) * self._limits.page_tokens
-        planned, taken = self._reserve(prefetch, [stop for stop in stops if stop > base], local)
-        prefetch.base_pages, prefetch.planned_pages = base, max(planned, base)
         self._stats.prefetch_in_flight += (prefetch.planned_pages - base) * self._limits.page_tokens
         self._drop(found - prefetch.planned_pages, "no_host_capacity")
-        prefetch.settled = not taken
-        for batch in batches(taken, self._limits.job_items_max):
+
+    def _replan(self, prefetch: Prefetch) -> None:
+        """Some of it failed: fetch what the longest prefix without that lacks, such as an earlier snapshot."""
+        prefetch.replans_left -= 1
+        prefetch.handles.clear()
+        prefetch.arrived.clear()
+        _, stops, local = self._prospects(prefetch)
+        self._fetch_longest(prefetch, [stop for stop in stops if stop <= prefetch.planned_pages], local)
+
+    def _prospects(self, prefetch: Prefetch) -> tuple[int, list[int], list[int]]:
+        """The usable prefix without L3, the legal stops beyond it with L3, and the masks of what is resident."""
+        local = [self._resident(key) for key in prefetch.keys]
+        base = self._index.rule.usable(local)
+        stops = self._index.rule.legal_stops(here | there for here, there in zip(local, prefetch.remote, strict=True))
+        return base, [stop for stop in stops if stop > base], local
+
+    def _fetch_longest(self, prefetch: Prefetch, stops: list[int], local: list[int]) -> int:
+        """Fetch for the longest of ``stops`` that L2 has room for, and return it; 0, and settled, without one."""
+        prefetch.next_page = 0
+        prefetch.target_pages, missing = self._reserve(prefetch, stops, local)
+        prefetch.settled = not missing
+        for batch in batches(missing, self._limits.job_items_max):
             self._fetch(prefetch, batch)
+        return prefetch.target_pages
 
     def _resident(self, key: bytes) -> int:
         node = self._index.nodes.get(key)
@@ -217,11 +236,18 @@ class Prefetcher:
             prefetch.arrived[part] = outcome
             if not outcome.is_ok:
                 prefetch.fault = prefetch.fault or outcome
+                prefetch.remote[part[0]] &= ~(1 << part[1])
         self._publish_in_order(prefetch)
-        prefetch.settled = len(prefetch.arrived) == len(prefetch.handles)
+        if len(prefetch.arrived) < len(prefetch.handles):
+            return
+        has_failed = not all(outcome.is_ok for outcome in prefetch.arrived.values())
+        if has_failed and prefetch.replans_left and not prefetch.concluded:
+            self._replan(prefetch)
+        else:
+            prefetch.settled = True
 
     def _publish_in_order(self, prefetch: Prefetch) -> None:
-        while prefetch.next_page < prefetch.planned_pages:
+        while prefetch.next_page < prefetch.target_pages:
             page = prefetch.next_page
             parts = [(page, group) for group in range(len(self._held)) if (page, group) in prefetch.handles]
             if any(part not in prefetch.arrived for part in parts):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from hicache.spec import CacheSpec
 
@@ -48,6 +48,11 @@ class PrefixRule:
         """The longest legal prefix, in pages; 0 when there is none."""
         stops = self.legal_stops(masks)
         return stops[-1] if stops else 0
+
+    def attention_pages(self, masks: Iterable[int]) -> int:
+        """Leading pages that have all full-attention objects, whatever the other groups have; 0 without such groups."""
+        full = self.full_mask
+        return sum(1 for _ in takewhile(lambda mask: full and mask & full == full, masks))
 
     def needed(self, pages: int) -> list[tuple[int, int]]:
         """``(page, group)`` of every object that a prefix of ``pages`` pages needs, in page order."""

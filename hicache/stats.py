@@ -21,6 +21,7 @@ class DirectoryStats:
     requests: int = 0
     tokens_requested: int = 0
     tokens_by_source: Counter[str] = field(default_factory=Counter)  # l1, l2, l3, computed
+    tokens_attention_only: int = 0  # resident attention beyond the usable prefix: a window or state was missing there
     prefetch_found: int = 0
     prefetch_used: int = 0
     prefetch_in_flight: int = 0

@@ -8,6 +8,7 @@ from hicache.errors import StateNotCommitted, UsageError
 from hicache.index import Tier
 from hicache.jobs import CopyJob, CopyKind, FetchJob, Job, LookupJob
 from hicache.outcome import Outcome
+from hicache.prefetch import REPLANS_MAX
 from hicache.slots import slot_of
 from tests.core.simulated_executor import EMPTY, failing, no_fault
 from tests.core.situations import HYBRID, loaded_pages, prompt
@@ -214,3 +215,58 @@ def test_a_snapshot_where_the_state_is_not_committed_is_refused_and_nothing_is_p
         world.directory.store(live.record, computed=computed, state_at=state_at, state_pending=pending)
     assert world.directory.index.nodes == {}
     world.wind_up()
+
+
+def test_a_snapshot_that_cannot_be_fetched_is_made_up_for_by_an_earlier_one() -> None:
+    world = World(HYBRID, l1=16, l2=16, prefetch_l2_share=1.0)
+    world.fill_l3(prompt(8), without=frozenset((page, 1) for page in (0, 1, 3, 5, 6)))  # snapshots at 3, 5 and 8 pages
+    live = world.open(prompt(8))
+    world.prefetch(live)
+
+    def fault(job: Job, item: int) -> Outcome | None:
+        is_last = isinstance(job, FetchJob) and (job.items[item].block_key, job.items[item].group) == (
+            live.record.keys[7],
+            1,
+        )
+        return Outcome.CORRUPT if is_last else None
+
+    world.executor.run_all(fault)
+    assert world.directory.is_settled(live.record)
+    world.load_whole(live)
+    assert loaded_pages(live) == 5
+    assert world.directory.stats.prefetch_used == 5 * PAGE
+    assert world.directory.stats.prefetch_dropped == {"corrupt": 3 * PAGE}
+    world.check()
+    world.wind_up()
+
+
+def test_a_prompt_whose_objects_fail_one_by_one_is_not_tried_for_ever() -> None:
+    world = World(HYBRID, l1=16, l2=16, prefetch_l2_share=1.0)
+    world.fill_l3(prompt(8))
+    live = world.open(prompt(8))
+    world.prefetch(live)
+    states_tried = 0
+
+    def fault(job: Job, item: int) -> Outcome | None:
+        nonlocal states_tried
+        if not isinstance(job, FetchJob) or job.items[item].group != 1:
+            return None
+        states_tried += 1
+        return Outcome.IO_ERROR
+
+    world.executor.run_all(fault)
+    assert world.directory.is_settled(live.record)
+    assert states_tried == 1 + REPLANS_MAX
+    world.load_whole(live)
+    assert loaded_pages(live) == 0
+    world.check()
+    world.wind_up()
+
+
+def test_br_146_attention_that_no_snapshot_makes_usable_is_counted() -> None:
+    world = World(HYBRID, l1=16, l2=16)
+    world.serve(prompt(8), snapshot=False)
+    live = world.open(prompt(8))
+    world.load_whole(live)
+    assert loaded_pages(live) == 0
+    assert world.directory.stats.tokens_attention_only == 8 * PAGE

@@ -202,7 +202,7 @@ def test_absent_empty_zero_and_moved_fields_differ(left: list[tuple[str, FieldVa
     assert encode_fields(left) != encode_fields(right)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("value", [1.0, [1], np.int64(1), object()], ids=repr)
+@pytest.mark.parametrize("value", [1.0, [1], np.int64(1), object], ids=str)
 def test_a_field_of_another_type_is_refused_by_its_name(value: object) -> None:
     with pytest.raises(UsageError, match="lora"):
         block_keys().root(extras={"lora": value})  # type: ignore[dict-item]
