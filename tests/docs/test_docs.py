@@ -1,0 +1,76 @@
+"""The documents say what the code has: settings, counters, outcomes, files; and the README's example runs."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import subprocess
+import sys
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+
+from hicache import HiCache, PrefetchPolicy
+from hicache.outcome import Outcome
+from hicache.stats import DirectoryStats
+
+ROOT = Path(__file__).parents[2]
+ENGINE = (ROOT / "docs" / "engine.md").read_text()
+
+
+def rows(section: str) -> list[str]:
+    """The names in the first column of the table under a heading."""
+    text = ENGINE.split(f"\n## {section}\n", 1)[1].split("\n## ", 1)[0]
+    cells = [line.split("|")[1] for line in text.splitlines() if line.startswith("| `")]
+    return [name for cell in cells for name in re.findall(r"`(\w+)[^`]*`", cell)]
+
+
+def test_every_setting_of_open_is_documented() -> None:
+    settings = list(inspect.signature(HiCache.open).parameters)[1:]  # without the spec
+    assert sorted(rows("Settings of `HiCache.open`")) == sorted(settings)
+
+
+def test_every_setting_of_the_prefetch_is_documented_with_its_default() -> None:
+    assert sorted(rows("Prefetch")) == sorted(field.name for field in fields(PrefetchPolicy))
+    for field in fields(PrefetchPolicy):
+        assert f"| `{field.name}` | `{field.default}` |" in ENGINE, field.name
+
+
+def test_every_counter_is_documented() -> None:
+    assert sorted(rows("What is counted")) == sorted(field.name for field in fields(DirectoryStats))
+
+
+def test_every_outcome_is_documented() -> None:
+    assert sorted(rows("Outcomes")) == sorted(outcome.name for outcome in Outcome)
+
+
+def test_every_call_of_a_request_is_documented() -> None:
+    calls = ["match", "prefetch", "wait", "load", "extend", "append", "store", "release"]
+    assert rows("A request") == calls
+    assert all(callable(getattr(HiCache, call)) for call in calls)
+
+
+def test_the_example_of_the_readme_runs() -> None:
+    example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert example is not None
+    finished = subprocess.run([sys.executable, "-c", example[1]], capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0, finished.stderr
+
+
+@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "docs/decisions/README.md", "docs/engine.md"])
+def test_what_a_document_points_to_exists(document: str) -> None:
+    text = (ROOT / document).read_text()
+    links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)
+    paths = re.findall(r"`((?:hicache|backends|daemon|kernels|bench|docs|tests)/[\w/]*(?:\.\w+)?)`", text)
+    assert links or paths
+    for link in links:
+        assert ((ROOT / document).parent / link).exists(), link
+    for path in paths:
+        assert (ROOT / path).exists(), path
+
+
+def test_every_decision_is_in_the_index() -> None:
+    index = (ROOT / "docs" / "decisions" / "README.md").read_text()
+    for record in (ROOT / "docs" / "decisions").glob("0*.md"):
+        assert f"]({record.name})" in index, record.name
