@@ -25,22 +25,25 @@ class PrefixRule:
         reaches = spec.reach_pages
         self.full_mask = sum(1 << group for group, reach in enumerate(reaches) if reach is None)
         self.partial = tuple((1 << group, reach) for group, reach in enumerate(reaches) if reach is not None)
+        self._partial_mask = sum(bit for bit, _ in self.partial)
         self._reaches = reaches
 
     def legal_stops(self, masks: Iterable[int]) -> list[int]:
-        """Every ``n >= 1`` that is legal for pages with these masks, ascending. Linear."""
-        full = self.full_mask
-        last_gaps = [-1] * len(self.partial)
+        """Every ``n >= 1`` that is legal for pages with these masks, ascending. Linear.
+
+        A page ``p`` that lacks a group of reach ``r`` makes every ``n`` in ``(p, p + r]`` illegal.
+        """
+        full, partial, all_partial = self.full_mask, self.partial, self._partial_mask
+        illegal_up_to = 0
         stops: list[int] = []
         for page, mask in enumerate(masks):
             if mask & full != full:
                 break
-            legal = True
-            for position, (bit, reach) in enumerate(self.partial):
-                if not mask & bit:
-                    last_gaps[position] = page
-                legal = legal and last_gaps[position] < max(0, page + 1 - reach)
-            if legal:
+            if mask & all_partial != all_partial:
+                for bit, reach in partial:
+                    if not mask & bit and page + reach > illegal_up_to:
+                        illegal_up_to = page + reach
+            if page >= illegal_up_to:
                 stops.append(page + 1)
         return stops
 
