@@ -6,6 +6,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from hicache.outcome import Outcome
 
 PHYSICAL_KEY_BYTES_MAX = 128
@@ -32,9 +34,8 @@ class GetItem:
     target: memoryview
 
 
-@dataclass(frozen=True, slots=True)
-class StoredObject:
-    """What ``scan`` tells of an object without reading its payload."""
+class StoredObject(msgspec.Struct, frozen=True, gc=False):
+    """What ``scan`` tells of an object without reading its payload. A struct: a restart makes one for every object."""
 
     key: bytes
     size_bytes: int

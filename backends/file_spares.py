@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 
-SPARES_MAX = 4096
+SPARES_MAX = 1 << 14
 
 
 class SpareFiles:
@@ -15,7 +15,7 @@ class SpareFiles:
         self._bytes_max = bytes_max
         self._lock = threading.Lock()
         self._sizes: OrderedDict[str, int] = OrderedDict()
-        self._by_size: dict[int, list[str]] = {}
+        self._by_size: dict[int, dict[str, None]] = {}
         self._total_bytes = 0
 
     @property
@@ -27,7 +27,7 @@ class SpareFiles:
         """Keep a file; returns those to remove, itself perhaps, so that no bound is exceeded."""
         with self._lock:
             self._sizes[path] = size_bytes
-            self._by_size.setdefault(size_bytes, []).append(path)
+            self._by_size.setdefault(size_bytes, {})[path] = None
             self._total_bytes += size_bytes
             return self._shrink(self._bytes_max)
 
@@ -37,7 +37,7 @@ class SpareFiles:
             paths = self._by_size.get(size_bytes)
             if not paths:
                 return None
-            path = paths[-1]
+            path = next(reversed(paths))
             self._forget(path)
             return path
 
@@ -57,7 +57,7 @@ class SpareFiles:
     def _forget(self, path: str) -> None:
         size_bytes = self._sizes.pop(path)
         paths = self._by_size[size_bytes]
-        paths.remove(path)
+        del paths[path]
         if not paths:
             del self._by_size[size_bytes]
         self._total_bytes -= size_bytes

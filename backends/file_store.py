@@ -30,7 +30,9 @@ STORE_KIND = "file"
 STORE_VERSION = 1
 CAPACITY_BYTES_MIN = 1 << 16
 KEY_LOCKS = 256
-SPARE_SHARE = 16  # one part in so many of the capacity may lie in files to be written again
+SPARE_SHARE = (
+    8  # one part in so many of the capacity may lie in files to be written again: more than one eviction frees
+)
 
 
 class FileBackend:

@@ -14,6 +14,7 @@ from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import xxhash
 
 PAGE_BYTES = mmap.PAGESIZE  # LMDB takes the page of the machine; the layout is made for 4096 and correct for others
@@ -36,9 +37,8 @@ def chunk_count(size_bytes: int) -> int:
     return -(-size_bytes // CHUNK_BYTES)
 
 
-@dataclass(frozen=True, slots=True)
-class IndexRecord:
-    """What the index keeps of one object."""
+class IndexRecord(msgspec.Struct, frozen=True, gc=False):
+    """What the index keeps of one object. A struct: a restart makes two for every object."""
 
     size_bytes: int
     checksum: int

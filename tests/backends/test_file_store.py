@@ -189,7 +189,7 @@ def test_spare_files_are_bounded_and_give_way_to_objects(directory: Path) -> Non
     numbers = range(39)
     put(backend, *[(key(number), payload(number, 100_000)) for number in numbers])
     backend.delete([key(number) for number in numbers])
-    assert 0 < sum(path.stat().st_size for path in files_of(directory)) <= 4 * MIB // 16 + 4096 * 39
+    assert 0 < sum(path.stat().st_size for path in files_of(directory)) <= 4 * MIB // 8 + 4096 * 39
     put(backend, *[(key(number), payload(number, 90_000)) for number in range(100, 142)])
     on_disk = sum(path.stat().st_size for path in files_of(directory))
     assert backend.usage().stored_bytes <= on_disk + 4096 * 42

@@ -1,0 +1,116 @@
+"""`python -m bench.lookup`: what finding things costs, by how many there are. See docs/benchmarks.md."""
+
+from __future__ import annotations
+
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import click
+from rich.console import Console
+from rich.table import Table
+
+from bench.lookup_daemon import CountBench, CountRow, RestartRow, counts_up_to, growth, why_not
+from bench.lookup_directory import MatchRow, measure_match
+from bench.lookup_keys import HashRow, measure_hashing
+from bench.machine import machine_facts, write_json
+
+OBJECTS_MAX_QUICK = 10**5
+OBJECTS_MAX_FULL = 10**6  # 10^7 takes a flag, 80 GB of disk and 50 GB of memory
+RESIDENT_PAGES_QUICK = (10_000, 40_000)
+RESIDENT_PAGES_FULL = (10_000, 100_000, 1_000_000)
+
+
+@dataclass(slots=True)
+class Results:
+    """What came out."""
+
+    hashing: list[HashRow] = field(default_factory=list)
+    objects: list[CountRow] = field(default_factory=list)
+    restart: list[RestartRow] = field(default_factory=list)
+    directory: list[MatchRow] = field(default_factory=list)
+    skipped: list[str] = field(default_factory=list)
+
+
+@click.command()
+@click.option("--json", "json_path", metavar="FILE", help="Write everything as JSON; - for stdout.")
+@click.option("--quick", is_flag=True, help="Up to 10^5 objects; ends within 45 s.")
+@click.option("--objects-max", type=click.IntRange(10**3, 10**8), help="The most resident objects, such as 10000000.")
+@click.option("--folder", metavar="DIR", help="Where the store is made; a temporary folder otherwise.")
+def main(json_path: str | None, quick: bool, objects_max: int | None, folder: str | None) -> None:
+    """Measure hashing, lookups, small objects, memory per object, a restart, and the directory's match."""
+    start_s, load_before = time.monotonic(), os.getloadavg()[0]
+    console = Console(stderr=json_path == "-", width=None if sys.stdout.isatty() else 140)
+    results = Results()
+    with console.status("hashing") as status:
+        results.hashing = measure_hashing()
+        status.update("hicached")
+        with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=folder) as work:
+            measure_daemon(
+                results,
+                Path(work),
+                objects_max=objects_max or (OBJECTS_MAX_QUICK if quick else OBJECTS_MAX_FULL),
+                repetitions=15 if quick else 51,
+            )
+        status.update("directory")
+        for pages in RESIDENT_PAGES_QUICK if quick else RESIDENT_PAGES_FULL:
+            results.directory += measure_match(pages)
+    machine = machine_facts(load_before) | {"wall_s": round(time.monotonic() - start_s, 1)}
+    print_results(results, machine, console)
+    write_json(to_json(results, machine), json_path)
+
+
+def measure_daemon(results: Results, folder: Path, *, objects_max: int, repetitions: int) -> None:
+    """As many objects as the machine has room for; what it has not is named in ``results.skipped``."""
+    counts = counts_up_to(objects_max)
+    while counts and (lack := why_not(counts[-1], folder)) is not None:
+        results.skipped.append(lack)
+        counts.pop()
+    if not counts:
+        return
+    bench = CountBench(folder / "daemon", objects_max=counts[-1], repetitions=repetitions)
+    try:
+        for count in counts:
+            results.objects.append(bench.measure(count))
+        results.restart.append(bench.restart())
+    finally:
+        bench.close()
+
+
+def to_json(results: Results, machine: dict[str, object]) -> dict[str, object]:
+    """The fields that scripts rely on."""
+    return {**asdict(results), "growth": growth(results.objects), "machine": machine}
+
+
+def print_results(results: Results, machine: dict[str, object], console: Console) -> None:
+    """The tables for people."""
+    _print("Block keys of one prompt; the limit is one hash over the same bytes", results.hashing, console)
+    _print("hicached by resident objects; microseconds a key", results.objects, console)
+    if results.objects:
+        grown = ", ".join(f"{name} x{factor}" for name, factor in growth(results.objects).items())
+        console.print(f"from {results.objects[0].objects} to {results.objects[-1].objects} objects: {grown}")
+    _print("Restart", results.restart, console)
+    _print("Directory.open beside five look-ups a page in the same dict", results.directory, console)
+    for line in results.skipped:
+        console.print(f"skipped: {line}")
+    console.print(", ".join(f"{name} {value}" for name, value in machine.items()))
+
+
+def _print(title: str, rows: Sequence[Any], console: Console) -> None:  # Any: each table has its own row class
+    if not rows:
+        return
+    table = Table(title=title, title_justify="left")
+    for name in asdict(rows[0]):
+        table.add_column(name.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*(f"{value:,}" if not isinstance(value, str) else value for value in asdict(row).values()))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
