@@ -47,6 +47,11 @@ class Leases:
             self._holders[key] = self._holders.get(key, 0) + 1
         return self._last_id
 
+    def keys(self, lease_id: int) -> tuple[bytes, ...]:
+        """What is under a lease; nothing when it has ended."""
+        lease = self._leases.get(lease_id)
+        return lease.keys if lease is not None else ()
+
     def renew(self, lease_id: int, *, now_s: float, expires_at_s: float) -> bool:
         """Move the end of a lease; False when it ended already. One heap entry a lease, so renewing costs no memory."""
         self.expire(now_s=now_s)

@@ -1,25 +1,65 @@
-"""The one place that chooses a backend."""
+"""The one place that chooses a backend, and the layer over it."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 from hicache.backends.base import Backend
+from hicache.backends.shared_store import SharedBackend, SharedStore
+from hicache.backends.store import FREE_SPACE_FLOOR_BYTES, ObjectStore
 from hicache.errors import ConfigError
 
-BACKEND_SCHEMES = ("lmdb", "file")
+BACKEND_SCHEMES = ("lmdb", "file")  # in a directory of this machine
+MOONCAKE_PREFIX = "mooncake://"
+
+
+def open_store(
+    url: str,
+    *,
+    capacity_bytes: int,
+    object_bytes_max: int,
+    high_watermark: float = 0.95,
+    low_watermark: float = 0.90,
+    free_space_floor_bytes: int = FREE_SPACE_FLOOR_BYTES,
+) -> ObjectStore | SharedStore:
+    """Open the backend at ``url`` under what keeps it in bounds: ours, or its own where it is shared and evicts itself.
+
+    Raises what ``open_backend`` raises, and ConfigError for limits that contradict each other.
+    """
+    if url.startswith(MOONCAKE_PREFIX):
+        shared = _open_mooncake(url)
+        try:
+            return SharedStore(shared, object_bytes_max=object_bytes_max)
+        except BaseException:
+            shared.close()
+            raise
+    backend = open_backend(url, capacity_bytes=capacity_bytes)
+    try:
+        return ObjectStore(
+            backend,
+            object_bytes_max=object_bytes_max,
+            high_watermark=high_watermark,
+            low_watermark=low_watermark,
+            free_space_floor_bytes=free_space_floor_bytes,
+        )
+    except BaseException:
+        backend.close()
+        raise
 
 
 def open_backend(url: str, *, capacity_bytes: int) -> Backend:
-    """Open ``lmdb:///path`` or ``file:///path``, making the store when there is none.
+    """Open ``lmdb:///path`` or ``file:///path``, making the store when there is none, or join ``mooncake://host:port``.
 
-    Raises ConfigError for anything that stops start-up (unknown scheme, foreign directory, no room), StorageInUse when
-    another process, or this one, has it open, BackendError when the store cannot be read.
+    A Mooncake store has the capacity of its nodes. Raises ConfigError for anything that stops start-up (unknown
+    scheme, foreign directory, no room), StorageInUse when another process, or this one, has it open, BackendError when
+    the store cannot be read.
     """
+    if url.startswith(MOONCAKE_PREFIX):
+        return _open_mooncake(url)
     scheme, separator, path = url.partition("://")
     if not separator or scheme not in BACKEND_SCHEMES:
         expected = " or ".join(f"{name}:///absolute/path" for name in BACKEND_SCHEMES)
-        raise ConfigError("backend", url, expected)
+        raise ConfigError("backend", url, f"{expected} or {MOONCAKE_PREFIX}host:port")
     if not path.startswith("/") or "?" in path or "#" in path:
         raise ConfigError("backend", url, f"{scheme}:// followed by an absolute path without ? and #")
     try:
@@ -36,3 +76,10 @@ def _open(scheme: str, directory: Path, capacity_bytes: int) -> Backend:
     from hicache.backends.file_store import FileBackend
 
     return FileBackend.open(directory, capacity_bytes=capacity_bytes)
+
+
+def _open_mooncake(url: str) -> SharedBackend:
+    from hicache.backends.mooncake_settings import parse_url
+    from hicache.backends.mooncake_store import MooncakeBackend
+
+    return MooncakeBackend.open(parse_url(url))

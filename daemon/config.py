@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from hicache.backends.mooncake_settings import PROTOCOLS, STAGING_BYTES, MooncakeSettings
 from hicache.daemon.settings import (
     Address,
     HostPort,
@@ -22,11 +23,13 @@ from hicache.daemon.settings import (
     number,
     parse_address,
     parse_tcp,
+    remote_address,
     required_path,
     size,
     socket_path,
     tcp_address,
     tcp_or_unix_address,
+    text,
 )
 from hicache.errors import ConfigError
 from hicache.wire.protocol import MESSAGE_BYTES_MAX, PING_INTERVAL_MS_MIN, message_bytes_needed
@@ -61,12 +64,21 @@ class DaemonConfig:
     http: str = _setting(
         "127.0.0.1:9470", tcp_or_unix_address, "address or Unix socket of /metrics, /healthz, /readyz; empty: none"
     )
-    backend: str = _setting("lmdb", choice("lmdb", "file"), "what objects are stored in")
+    backend: str = _setting("lmdb", choice("lmdb", "file", "mooncake"), "what objects are stored in")
     path: str = _setting("/var/lib/hicached", required_path, "directory of the stored objects")
     capacity_bytes: int = _setting(10 * GIB, size(MIB), "space for objects, with headers and rounding")
     high_watermark: float = _setting(0.95, number(0.01, 1.0), "share of the capacity at which eviction starts")
     low_watermark: float = _setting(0.90, number(0.01, 1.0), "share of the capacity at which eviction stops")
     free_space_floor_bytes: int = _setting(GIB, size(0), "free space on the medium below which nothing is stored")
+    mooncake_master: str = _setting("", remote_address, "host:port of the Mooncake master; needed for mooncake")
+    mooncake_metrics: str = _setting("", remote_address, "host:port of its HTTP; empty: port 9003 of the same host")
+    mooncake_replicas: int = _setting(1, count(1, 64), "copies of each object, on different nodes")
+    mooncake_soft_pin_s: int = _setting(
+        0, count(0, 86_400), "how long an object is evicted last; 0: no longer than others"
+    )
+    mooncake_segment_bytes: int = _setting(0, size(0), "memory that this daemon lends to the pool")
+    mooncake_protocol: str = _setting("tcp", choice(*PROTOCOLS), "how bytes travel between the nodes")
+    mooncake_devices: str = _setting("", text, "network cards for rdma, separated by commas; empty: all")
     tenants_file: str = _setting("", file_path, "tenants and their tokens; empty: one tenant, default, without a token")
     object_bytes_max: int = _setting(64 * MIB, size(1), "largest object")
     batch_keys_max: int = _setting(16_384, count(1, 100_000), "most keys in one call")
@@ -115,7 +127,18 @@ class DaemonConfig:
     @property
     def backend_url(self) -> str:
         """The address that ``open_backend`` takes."""
-        return f"{self.backend}://{self.path}"
+        if self.backend != "mooncake":
+            return f"{self.backend}://{self.path}"
+        return MooncakeSettings(
+            self.mooncake_master,
+            metrics=self.mooncake_metrics,
+            replicas=self.mooncake_replicas,
+            soft_pin_s=self.mooncake_soft_pin_s,
+            segment_bytes=self.mooncake_segment_bytes,
+            protocol=self.mooncake_protocol,
+            devices=self.mooncake_devices,
+            staging_bytes=max(STAGING_BYTES, 4 * self.object_bytes_max),
+        ).url()
 
 
 FIELDS = {field.name: field for field in dataclasses.fields(DaemonConfig)}
@@ -191,6 +214,8 @@ def _check_together(config: DaemonConfig) -> None:
         raise ConfigError(
             "low_watermark", config.low_watermark, f"less than high_watermark, which is {config.high_watermark}"
         )
+    if config.backend == "mooncake" and not config.mooncake_master:
+        raise ConfigError("mooncake_master", config.mooncake_master, "host:port of the master when backend is mooncake")
     if config.listen and not config.tenants_file:
         raise ConfigError(
             "listen", config.listen, 'tenants_file to be set as well (a TCP port is open to others), or listen = ""'

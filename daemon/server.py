@@ -14,8 +14,7 @@ from functools import partial
 
 import structlog
 
-from hicache.backends.open import open_backend
-from hicache.backends.store import ObjectStore
+from hicache.backends.open import open_store as open_backend_store
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.control import Control
 from hicache.daemon.grpc_server import GrpcServer
@@ -55,18 +54,14 @@ class OpenedStore:
 
 def open_store(config: DaemonConfig) -> OpenedStore:
     """Blocking: opens the backend and recovers its index. Raises ConfigError, StorageInUse or BackendError."""
-    backend = open_backend(config.backend_url, capacity_bytes=config.capacity_bytes)
-    try:
-        store = ObjectStore(
-            backend,
-            object_bytes_max=config.object_bytes_max,
-            high_watermark=config.high_watermark,
-            low_watermark=config.low_watermark,
-            free_space_floor_bytes=config.free_space_floor_bytes,
-        )
-    except BaseException:
-        backend.close()
-        raise
+    store = open_backend_store(
+        config.backend_url,
+        capacity_bytes=config.capacity_bytes,
+        object_bytes_max=config.object_bytes_max,
+        high_watermark=config.high_watermark,
+        low_watermark=config.low_watermark,
+        free_space_floor_bytes=config.free_space_floor_bytes,
+    )
     return OpenedStore(store, store.store_id, StoreNumbers.of(store))
 
 

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from hicache.backends.mooncake_settings import split_address
 from hicache.errors import ConfigError
 
 Parser: TypeAlias = Callable[[str, object], object]
@@ -144,6 +145,14 @@ def tcp_address(name: str, value: object) -> str:
     """``host:port`` or empty for off; the host is an IP address or localhost, so what is bound is no guess."""
     parse_tcp(name, value)
     return text(name, value)
+
+
+def remote_address(name: str, value: object) -> str:
+    """``host:port`` of somebody else, by name or address, or empty for none."""
+    address = text(name, value)
+    if address:
+        split_address(name, address)
+    return address
 
 
 def tcp_or_unix_address(name: str, value: object) -> str:

@@ -86,20 +86,14 @@ class EmbeddedL3:
         object_bytes_max: int = OBJECT_BYTES_MAX,
         settings: EmbeddedSettings | None = None,
     ) -> EmbeddedL3:
-        """Open ``lmdb:///path`` or ``file:///path`` for this process alone.
+        """Open ``lmdb:///path`` or ``file:///path`` for this process alone, or join ``mooncake://host:port``.
 
         Raises ConfigError for a URL that no backend takes, StorageInUse where another process holds the directory, and
         BackendError where it cannot be opened.
         """
-        from hicache.backends.open import open_backend  # backends load what they store into
-        from hicache.backends.store import ObjectStore
+        from hicache.backends.open import open_store  # backends load what they store into
 
-        backend = open_backend(url, capacity_bytes=capacity_bytes)
-        try:
-            store = ObjectStore(backend, object_bytes_max=object_bytes_max)
-        except BaseException:
-            backend.close()
-            raise
+        store = open_store(url, capacity_bytes=capacity_bytes, object_bytes_max=object_bytes_max)
         return cls(store, memory=memory, tenant=tenant, settings=settings)
 
     @property

@@ -1,0 +1,137 @@
+"""The layer over a backend that others share and that evicts by itself: nothing is remembered here, all is asked."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from hicache.backends.base import Backend, GetItem, PutItem, Usage
+from hicache.backends.leases import NO_LEASE, Leases
+from hicache.backends.store_stats import StoreCounters, StoreStats
+from hicache.errors import ConfigError
+from hicache.outcome import Outcome
+
+
+class SharedBackend(Backend, Protocol):
+    """A backend whose content others change: objects come and go without a call from here."""
+
+    def find(self, keys: Sequence[bytes]) -> list[Outcome]:
+        """OK for what is present, and then it counts as used and is protected from eviction for a while.
+
+        ABSENT, or UNAVAILABLE where it cannot be told or the object cannot be reached.
+        """
+        ...
+
+
+class SharedStore:
+    """What ObjectStore is for a backend of one daemon, without an index and without eviction. Thread-safe.
+
+    An index in memory would hide what other daemons put, and promise what the store has evicted. Leases are those of
+    the backend: a lookup starts them, ``renew`` looks the keys up again, and ``release`` leaves them to run out.
+    """
+
+    def __init__(
+        self, backend: SharedBackend, *, object_bytes_max: int, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Takes ``backend`` over, to be closed with the store. Raises ConfigError for a limit that stores nothing."""
+        if object_bytes_max < 1:
+            raise ConfigError("object_bytes_max", object_bytes_max, "at least 1")
+        self._backend = backend
+        self._object_bytes_max = object_bytes_max
+        self._clock = clock
+        self._lock = threading.Lock()  # everything below; never held in a call of the backend
+        self._leases = Leases()
+        self._counters = StoreCounters()
+        self._is_closed = False
+
+    @property
+    def store_id(self) -> bytes:
+        """Another one after the content was lost."""
+        return self._backend.store_id
+
+    def lookup(self, keys: Sequence[bytes], *, lease_s: float = 0.0) -> tuple[list[Outcome], int]:
+        """An outcome for each key, and a lease on the present ones (NO_LEASE when ``lease_s`` is 0 or none is).
+
+        The backend protects them for as long as it is set to, whatever ``lease_s`` is: renew before that.
+        """
+        outcomes = self._backend.find(keys)
+        present = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK]
+        with self._lock:
+            now_s = self._clock()
+            self._leases.expire(now_s=now_s)
+            self._counters.lookup_hits += len(present)
+            self._counters.lookup_misses += len(keys) - len(present)
+            lease_id = self._leases.grant(present, expires_at_s=now_s + lease_s) if lease_s > 0 else NO_LEASE
+        return outcomes, lease_id
+
+    def renew(self, lease_id: int, *, lease_s: float) -> bool:
+        """Let a lease end ``lease_s`` from now; False when it has ended, or something under it is gone."""
+        with self._lock:
+            now_s = self._clock()
+            keys = self._leases.keys(lease_id)
+            is_renewed = self._leases.renew(lease_id, now_s=now_s, expires_at_s=now_s + lease_s)
+        if not is_renewed:
+            return False
+        if all(outcome is Outcome.OK for outcome in self._backend.find(keys)):
+            return True
+        self.release(lease_id)
+        return False
+
+    def release(self, lease_id: int) -> bool:
+        """End a lease; False when it has ended."""
+        with self._lock:
+            return self._leases.release(lease_id, now_s=self._clock())
+
+    def get_into(self, items: Sequence[GetItem]) -> list[Outcome]:
+        """See ``Backend.get_into``. Counts as use."""
+        outcomes = self._backend.get_into(items)
+        read = [item.target.nbytes for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK]
+        with self._lock:
+            self._counters.gets.update(outcomes)
+            self._counters.bytes_read += sum(read)
+        return outcomes
+
+    def put(self, items: Sequence[PutItem]) -> list[Outcome]:
+        """See ``Backend.put``."""
+        fitting = [item for item in items if item.payload.nbytes <= self._object_bytes_max]
+        stored = iter(self._backend.put(fitting) if fitting else [])
+        outcomes = [
+            next(stored) if item.payload.nbytes <= self._object_bytes_max else Outcome.TOO_LARGE for item in items
+        ]
+        written = [item.payload.nbytes for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK]
+        with self._lock:
+            self._counters.puts.update(outcomes)
+            self._counters.bytes_written += sum(written)
+        return outcomes
+
+    def delete(self, keys: Sequence[bytes]) -> list[Outcome]:
+        """See ``Backend.delete``."""
+        return self._backend.delete(keys)
+
+    def usage(self) -> Usage:
+        """Of the whole store, whoever filled it."""
+        return self._backend.usage()
+
+    def tenant_usage(self, tenant: bytes) -> tuple[int, int]:
+        """Nothing: what a tenant has in a store that evicts by itself could only be counted by listing all of it."""
+        return 0, 0
+
+    def tenants(self) -> list[bytes]:
+        """None, for the same reason."""
+        return []
+
+    def stats(self) -> StoreStats:
+        """The counters of this process as they are now."""
+        with self._lock:
+            self._leases.expire(now_s=self._clock())
+            return self._counters.snapshot(leases=len(self._leases), leased_keys=self._leases.key_count)
+
+    def close(self) -> None:
+        """Close the backend. Idempotent."""
+        with self._lock:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        self._backend.close()
