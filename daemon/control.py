@@ -12,9 +12,9 @@ from hicache.backends.base import Usage
 from hicache.daemon.metrics import Metrics
 from hicache.daemon.sessions import Session, Sessions
 from hicache.daemon.storage import Storage, Store
-from hicache.daemon.workers import QueueFull
 from hicache.notices import Notices
 from hicache.outcome import Outcome
+from hicache.workers import QueueFull
 
 T = TypeVar("T")
 

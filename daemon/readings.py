@@ -12,8 +12,8 @@ from hicache.backends.store_stats import StoreStats
 from hicache.daemon.metrics import Reading
 from hicache.daemon.sessions import Sessions
 from hicache.daemon.storage import Storage, Store
-from hicache.daemon.workers import QueueFull
 from hicache.errors import BackendError
+from hicache.workers import QueueFull
 
 SNAPSHOT_TIMEOUT_S = 0.5
 

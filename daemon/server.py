@@ -31,7 +31,7 @@ from hicache.daemon.storage import STUCK_S, Storage, Store
 from hicache.daemon.tenants import Tenants
 from hicache.daemon.transfers import Transfers
 from hicache.daemon.version import daemon_version
-from hicache.daemon.workers import QueueFull, Workers
+from hicache.workers import QueueFull, Workers
 
 # A stop is over within 5 s: calls, sessions and regions get their share (grpc_server.py and here), the store what is
 # left of STOP_S, HTTP its moment after that. STOP_S_MAX ends the process if something takes longer all the same.

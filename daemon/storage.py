@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar
 
 from hicache.backends.base import GetItem, PutItem, Usage
 from hicache.backends.store_stats import StoreStats
-from hicache.daemon.workers import Job, Workers
 from hicache.outcome import Outcome
+from hicache.workers import Job, Workers
 
 T = TypeVar("T")
 

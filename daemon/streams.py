@@ -14,11 +14,11 @@ from hicache.daemon.config import DaemonConfig
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session
 from hicache.daemon.transfers import Extent, Transfers, split_chunks
-from hicache.daemon.workers import QueueFull
 from hicache.outcome import Outcome
 from hicache.tenancy import TENANT_BYTES
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.protocol import KEY_BYTES_MAX, RefusalCode
+from hicache.workers import QueueFull
 
 SendFrame = Callable[[pb.Frame], Awaitable[None]]
 NextFrame = Callable[[], Awaitable[pb.Frame | None]]  # None: the client has sent everything

@@ -15,9 +15,9 @@ from hicache.daemon.memory import Region
 from hicache.daemon.metrics import Metrics
 from hicache.daemon.sessions import Session
 from hicache.daemon.storage import Storage
-from hicache.daemon.workers import Job, QueueFull
 from hicache.notices import Notices
 from hicache.outcome import Outcome
+from hicache.workers import Job, QueueFull
 
 # A chunk is the unit that a thread works on and that a deadline can cut a batch at. Reads are small, so that several
 # threads share a batch; writes are large, because each is one commit of the backend.

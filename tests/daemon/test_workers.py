@@ -11,7 +11,7 @@ import pytest
 
 from hicache.backends.base import Usage
 from hicache.daemon.storage import Storage
-from hicache.daemon.workers import QueueFull, Workers
+from hicache.workers import QueueFull, Workers
 
 WAIT_S = 20.0
 
