@@ -17,7 +17,7 @@ from hicache.connect import CAPACITY_BYTES_DEFAULT, open_l3
 from hicache.directory import Directory, DirectoryConfig
 from hicache.errors import ConfigError, UsageError
 from hicache.executor import Executor
-from hicache.jobs import Completion
+from hicache.jobs import Completion, Job
 from hicache.keys import BlockKeys, FieldValue, Tokens, token_array
 from hicache.l3 import L3
 from hicache.loader import Load
@@ -126,6 +126,7 @@ class HiCache:
         )
         self._changed = threading.Condition(threading.RLock())
         self._completions: deque[Completion] = deque()
+        self._jobs: deque[Job] = deque()
         self._pumping = False
         self._closed = False
         self._executor = Executor(spec, l1, l2, l3, on_complete=self._on_complete)
@@ -328,11 +329,11 @@ class HiCache:
             while True:
                 while self._completions:
                     self._directory.complete(self._completions.popleft())
-                jobs = self._directory.take_jobs()
-                for job in jobs:
-                    self._executor.submit(job)
-                if not jobs and not self._completions:
+                self._jobs.extend(self._directory.take_jobs())
+                if not self._jobs and not self._completions:
                     break
+                while self._jobs:  # one that is interrupted leaves the others for the next call
+                    self._executor.submit(self._jobs.popleft())
         finally:
             self._pumping = False
         self._changed.notify_all()

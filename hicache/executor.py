@@ -103,14 +103,18 @@ class Executor:
         _LOG.info("%s; %s", "no L2" if l2 is None else l2.description, self.description)
 
     def submit(self, job: Job) -> None:
-        """Take a job. Never raises, and blocks only for the copies that run in this thread."""
+        """Take a job. Raises for no fault, and blocks only for the copies that run in this thread."""
         kind = _kind_of(job)
         pending = PendingJob(job.job_id, len(job.items), kind=kind, clock=self._clock, finish=self._finish)
         refusal = self._admit(pending)
         if refusal is not None or not job.items:
             pending.settle_rest(refusal or Outcome.OK)
         elif isinstance(job, CopyJob):
-            self._submit_copies(job, pending)
+            try:
+                self._submit_copies(job, pending)
+            except BaseException:  # such as KeyboardInterrupt in the engine's thread: the job must not stay open
+                pending.settle_rest(Outcome.IO_ERROR)
+                raise
         elif self._transfers is None:
             pending.settle_rest(Outcome.UNAVAILABLE)
         else:

@@ -41,7 +41,8 @@ class MemoryWatch:
                 self._start()
                 self._wake()
                 return
-        link.end()
+        for settle in link.end():
+            _settle(settle)
 
     @property
     def draining_count(self) -> int:

@@ -266,12 +266,12 @@ class Supervisor:
             self._note_not_registered(session, link)
             return
         self._register_backoff_s = self._settings.backoff_s
+        self.watch.add(link)  # before the first transfer can doubt it
         with self._changed:
             self._register_at_s = time.monotonic() + self._settings.backoff_s
             session.link = link
             session.stream_reason = ""
             self._changed.notify_all()
-        self.watch.add(link)
 
     def _note_not_registered(self, session: Session, refusal: NotRegistered) -> None:
         self._notices.warning("memory", "L3 goes through streams: %s", refusal.reason)

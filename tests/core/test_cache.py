@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import pytest
 
@@ -228,3 +230,23 @@ def test_settings_that_contradict_each_other_stop_the_start(settings: dict[str, 
     spec = CacheSpec("m", "r", HYBRID, page_tokens=PAGE)
     with pytest.raises(ConfigError, match=named):
         HiCache.open(spec, **({"l1_pages": 4, "l1_state_slots": 4} | settings))  # type: ignore[arg-type]
+
+
+def test_an_engine_that_is_interrupted_in_a_load_goes_on_and_leaves_nothing_behind(make: Make) -> None:
+    engine = make(objects={})
+    engine.serve(prompt(4))
+    engine.settle()
+    copies = engine.cache._executor._copies
+    restore = copies.restore
+
+    def interrupt(group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        raise KeyboardInterrupt
+
+    request = engine.cache.match(prompt(4))
+    copies.restore = interrupt  # type: ignore[method-assign]
+    with pytest.raises(KeyboardInterrupt):
+        engine.cache.load(request)
+    copies.restore = restore  # type: ignore[method-assign]
+    engine.cache.release(request)
+    engine.settle()
+    assert engine.serve(prompt(4)).by_source == by_source(l1=4 * PAGE)

@@ -156,6 +156,18 @@ def test_br_001_every_kind_of_copy_that_fails_is_an_outcome(rank: Rank, kind: Co
     assert executor.faults() == {f"copy.{kind}": 1}
 
 
+@pytest.mark.parametrize("kind", [kind for kind in CopyKind if kind is not CopyKind.BACKUP])
+def test_an_engine_that_is_interrupted_in_a_copy_leaves_no_job_open(rank: Rank, kind: CopyKind) -> None:
+    def interrupt(leg: str, group: int, targets: Sequence[int]) -> None:
+        raise KeyboardInterrupt
+
+    executor = rank.executor(copies=FaultyCopies(ReferenceCopies(rank.spec, rank.l1, rank.l2), before=interrupt))
+    with pytest.raises(KeyboardInterrupt):
+        executor.submit(copy_job(1, kind, (2, 0, 1)))
+    assert rank.completions.outcomes(1) == (Outcome.IO_ERROR,)
+    assert not any(executor.open_jobs().values())
+
+
 @pytest.mark.parametrize(
     ("kind", "item"),
     [
