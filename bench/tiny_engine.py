@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     from hicache.cache import HiCache, Request
 
 
+# Pages that are just being written down are not free yet; requests come one at a time, so nothing else is waited for.
+ROOM_TIMEOUT_S = 5.0
+
+
 class DraftSource(Protocol):
     """Guesses what comes next. Wrong guesses cost time, never change the output."""
 
@@ -153,7 +157,7 @@ class _Run:
         """Everything between match and release."""
         self.cache.prefetch(request)
         self.cache.wait(request)
-        loaded = self.cache.load(request)
+        loaded = self.cache.load(request, timeout_s=ROOM_TIMEOUT_S)
         if loaded is None:
             return Busy(0, len(self.prompt))
         self.computed = loaded.tokens
@@ -187,7 +191,7 @@ class _Run:
             page_tokens=self.engine.spec.page_tokens,
         )
         for stop in stops:
-            if not self.cache.extend(request, tokens=stop):
+            if not self.cache.extend(request, tokens=stop, timeout_s=ROOM_TIMEOUT_S):
                 return Busy(self.computed, stop)
             view = self.engine.view(request)
             logits = self.model.advance(view, self.prompt[self.computed : stop], self.computed)
@@ -213,7 +217,7 @@ class _Run:
 
     def _step_plain(self, request: Request, room: int) -> bool:
         """One token. False: no room in L1."""
-        if not self.cache.extend(request, tokens=self.computed + 1):
+        if not self.cache.extend(request, tokens=self.computed + 1, timeout_s=ROOM_TIMEOUT_S):
             return False
         logits = self.model.advance(self.engine.view(request), self.generated[-1:], self.computed)
         self.computed += 1
@@ -229,7 +233,7 @@ class _Run:
         guess_count = min(room, self.model.config.ring_tokens) - 1
         guesses = list(self.drafts.propose(tuple(self.generated), guess_count))[:guess_count]
         tokens = [self.generated[-1], *guesses]
-        if not self.cache.extend(request, tokens=self.computed + len(tokens)):
+        if not self.cache.extend(request, tokens=self.computed + len(tokens), timeout_s=ROOM_TIMEOUT_S):
             return False
         view = self.engine.view(request)
         if self.model.pending(view) + len(tokens) > self.model.config.ring_tokens:

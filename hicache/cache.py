@@ -50,7 +50,10 @@ class Restored:
 class Request:
     """One sequence, from ``HiCache.match`` to ``HiCache.release``. Used by one thread at a time."""
 
-    def __init__(self, tokens: NDArray[np.int64], keys: BlockKeys, root: bytes, record: RequestRecord) -> None:
+    def __init__(
+        self, cache: HiCache, tokens: NDArray[np.int64], keys: BlockKeys, root: bytes, record: RequestRecord
+    ) -> None:
+        self._cache = cache
         self._keys = keys
         self._root = root
         self._record = record
@@ -156,6 +159,11 @@ class HiCache:
 
         Raises ConfigError when settings contradict each other or ask for more than there is.
         """
+        _check_settings(
+            counts={"l1_pages": l1_pages, "l1_state_slots": l1_state_slots, "l2_bytes": l2_bytes},
+            texts={"l3": l3, "token": token, "device": device},
+            salt=salt,
+        )
         if l3 is not None and l2_bytes == 0:
             raise ConfigError("l2_bytes", l2_bytes, "more than 0 when l3 is set: L3 reads and writes L2 pages")
         if spec.has_state and l1_state_slots < 1:
@@ -188,12 +196,14 @@ class HiCache:
         multimodal hashes). Raises UsageError when ``tokens`` are not integers.
         """
         array = token_array(tokens)
+        if not isinstance(salt, bytes | None):
+            raise UsageError(f"salt is a {type(salt).__name__}: expected bytes, or None for the cache's own")
         root = self._keys.root(salt=self._salt if salt is None else salt, extras=extras)
         keys = self._keys.chain(array, parent=root)
         with self._changed:
             self._check_open()
-            record = self._directory.open(keys, token_count=len(array))
-        return Request(array, self._keys, root, record)
+            record = self._directory.open(keys, token_count=len(array), now_s=self._clock())
+        return Request(self, array, self._keys, root, record)
 
     def prefetch(self, request: Request, *, mode: PrefetchMode | None = None) -> None:
         """Begin to bring from L3 what makes the usable prefix longer. Returns at once; does nothing the second time."""
@@ -202,9 +212,10 @@ class HiCache:
         gainable = request.token_count - request.hit.l1_tokens - request.hit.l2_tokens
         patience_s = self._prefetch_policy.patience_s(mode or self._prefetch_policy.mode, tokens=gainable)
         with self._changed:
-            if request._record.prefetch is None:
+            record = self._record_of(request)
+            if record.prefetch is None:
                 request.prefetch_deadline_s = self._clock() + patience_s
-                self._directory.prefetch(request._record)
+                self._directory.prefetch(record)
                 self._pump()
 
     def wait(self, request: Request) -> bool:
@@ -212,48 +223,71 @@ class HiCache:
         with self._changed:
             while not self.is_ready(request):
                 self._changed.wait(max(0.0, request.prefetch_deadline_s - self._clock()))
-            return self._directory.is_settled(request._record)
+            return self._directory.is_settled(self._record_of(request))
 
     def is_ready(self, request: Request) -> bool:
         """Whether ``wait`` would return at once, for engines that poll instead."""
         with self._changed:
-            settled = self._directory.is_settled(request._record)
+            settled = self._directory.is_settled(self._record_of(request))
             return settled or self._closed or self._clock() >= request.prefetch_deadline_s
 
-    def load(self, request: Request) -> Restored | None:
+    def load(self, request: Request, *, timeout_s: float = 0.0) -> Restored | None:
         """Bring the longest usable prefix into L1 and give the request its live state slots.
 
         The page tables then cover the restored prefix; live states hold its snapshot, or are empty. Waits for copies
-        within this engine only. None when L1 has no room even for an empty start: try again when a request has ended.
+        within this engine. None when L1 has no room even for an empty start, for ``timeout_s``: room comes when a
+        request ends, and when pages have been written down.
         """
         with self._changed:
-            record = request._record
-            while (progress := self._load(record)) is Load.STARTED:
-                self._pump()
-                if record.loading:  # the executor completes every job, at the latest when it is closed
-                    self._changed.wait()
-            if progress is Load.BUSY:
+            record = self._record_of(request)
+            if not self._within(timeout_s, lambda: self._is_loaded(record)):
                 return None
             pages = record.loaded_pages
             assert pages is not None, "a load that is done has a length"
             return Restored(pages * self.spec.page_tokens, dict(record.by_source))
 
+    def _is_loaded(self, record: RequestRecord) -> bool:
+        """Load, and wait for the copies; False when L1 has no room."""
+        while (progress := self._load(record)) is Load.STARTED:
+            self._pump()
+            if record.loading:  # the executor completes every job, at the latest when it is closed
+                self._changed.wait()
+        self._pump()
+        return progress is Load.DONE
+
     def _load(self, record: RequestRecord) -> Load:
         self._check_open()
         return self._directory.load(record)
 
-    def extend(self, request: Request, *, tokens: int) -> bool:
-        """Make the page tables cover ``tokens`` tokens. False, and nothing changed, when L1 has no room."""
+    def extend(self, request: Request, *, tokens: int, timeout_s: float = 0.0) -> bool:
+        """Make the page tables cover ``tokens`` tokens. False, and nothing changed, when L1 has no room.
+
+        Waits up to ``timeout_s`` for room: it comes when a request ends, and when pages have been written down.
+        """
         with self._changed:
+            record = self._record_of(request)
+            return self._within(timeout_s, lambda: self._directory.extend(record, tokens=tokens))
+
+    def _within(self, timeout_s: float, attempt: Callable[[], bool]) -> bool:
+        """Try again whenever something has changed, until it works or the time is over."""
+        deadline_s = self._clock() + timeout_s
+        while True:
             self._check_open()
-            return self._directory.extend(request._record, tokens=tokens)
+            if attempt():
+                return True
+            left_s = deadline_s - self._clock()
+            if left_s <= 0:
+                return False
+            self._changed.wait(left_s)
 
     def append(self, request: Request, tokens: Tokens) -> None:
         """The sequence goes on with ``tokens`` (decoded ones, or more of the prompt)."""
         array = token_array(tokens)
         with self._changed:
+            self._check_open()
+            record = self._record_of(request)
             keys = request._append(array)
-            self._directory.append(request._record, keys, token_count=request.token_count)
+            self._directory.append(record, keys, token_count=request.token_count)
 
     def store(self, request: Request, *, computed: int, state_at: int | None = None, state_pending: int = 0) -> None:
         """Tokens ``[0, computed)`` are in the request's L1 pages: publish the full ones, and begin to write them down.
@@ -264,13 +298,15 @@ class HiCache:
         """
         with self._changed:
             self._check_open()
-            self._directory.store(request._record, computed=computed, state_at=state_at, state_pending=state_pending)
+            self._directory.store(
+                self._record_of(request), computed=computed, state_at=state_at, state_pending=state_pending
+            )
             self._pump()
 
     def release(self, request: Request) -> None:
         """The request is over, or given up at whatever point it was. Raises UsageError the second time."""
         with self._changed:
-            self._directory.release(request._record)
+            self._directory.release(self._record_of(request))
             self._pump()
 
     # -- the cache ---------------------------------------------------------------------------------------------------
@@ -310,6 +346,12 @@ class HiCache:
     ) -> None:
         self.close()
 
+    def _record_of(self, request: Request) -> RequestRecord:
+        """Raises UsageError for a request of another cache: its slots mean something else here."""
+        if request._cache is not self:
+            raise UsageError("the request belongs to another HiCache: give it to the one that matched it")
+        return request._record
+
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the cache has been closed")
@@ -337,3 +379,15 @@ class HiCache:
         finally:
             self._pumping = False
         self._changed.notify_all()
+
+
+def _check_settings(*, counts: Mapping[str, object], texts: Mapping[str, object], salt: object) -> None:
+    """Raises ConfigError for what a type checker would have refused."""
+    for name, value in counts.items():
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ConfigError(name, value, "a whole number of at least 0")
+    for name, value in texts.items():
+        if not isinstance(value, str) and not (name == "l3" and value is None):
+            raise ConfigError(name, value, "text")
+    if not isinstance(salt, bytes | None):
+        raise ConfigError("salt", type(salt).__name__, "bytes, or None")

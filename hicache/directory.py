@@ -30,6 +30,7 @@ class DirectoryConfig:
     prefetch_threshold_tokens: int = 256
     prefetch_l2_share: float = 0.5
     store_l2_share: float = 0.5
+    l3_confirm_interval_s: float = 60.0
 
     def __post_init__(self) -> None:
         if self.has_l3 and not any(self.l2_slots):
@@ -57,7 +58,12 @@ class Directory:
             self.index,
             self._jobs,
             write_policy or WriteThrough(),
-            WriterLimits(any(config.l2_slots), config.has_l3, store_share=config.store_l2_share),
+            WriterLimits(
+                any(config.l2_slots),
+                config.has_l3,
+                store_share=config.store_l2_share,
+                confirm_interval_s=config.l3_confirm_interval_s,
+            ),
             self.stats,
         )
         self._prefetcher = Prefetcher(
@@ -87,14 +93,19 @@ class Directory:
 
     # -- a request ---------------------------------------------------------------------------------------------------
 
-    def open(self, keys: list[bytes], *, token_count: int) -> RequestRecord:
-        """Match a prompt against L1 and L2 and keep what matched from eviction. ``keys``: of its full pages."""
+    def open(self, keys: list[bytes], *, token_count: int, now_s: float = 0.0) -> RequestRecord:
+        """Match a prompt against L1 and L2 and keep what matched from eviction. ``keys``: of its full pages.
+
+        ``now_s``, by any clock that goes forward, tells how long ago L3 was last asked about what matched.
+        """
         prompt_pages = min(len(keys), max(0, token_count - 1) // self.spec.page_tokens)
         record = RequestRecord(keys, token_count, prompt_pages, [[] for _ in self.spec.groups], {})
         pages = self.index.rule.usable(self.index.masks(keys[:prompt_pages]))
         needed = self.index.rule.needed(pages)
         record.pins = [self.index.pin(self.index.nearest(keys[page], group)) for page, group in needed]
         self.index.touch(record.pins)
+        self.index.now_s = now_s
+        self._writer.confirm([self.index.nodes[key] for key in keys[:pages] if key in self.index.nodes])
         record.local_tokens = self._tokens_by_tier(record, pages)
         self.stats.requests += 1
         return record
@@ -136,6 +147,7 @@ class Directory:
 
     def append(self, record: RequestRecord, keys: Sequence[bytes], *, token_count: int) -> None:
         """The sequence has grown: ``keys`` of the pages that are full now and were not before."""
+        self._check_not_released(record)
         record.keys += keys
         record.token_count = token_count
 

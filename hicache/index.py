@@ -39,6 +39,7 @@ class Node:
 
     __slots__ = (
         "children",
+        "confirmed_at_s",
         "copying",
         "entries",
         "has_parked",
@@ -62,6 +63,7 @@ class Node:
         self.copying = 0  # groups whose copy to L2, or whose snapshot, is under way
         self.storing = 0  # groups whose copy to L3 is under way
         self.in_l3 = 0  # groups that L3 has acknowledged, as far as we have heard
+        self.confirmed_at_s = 0.0  # when L3 last said so, or was asked
         self.has_parked = False  # entries of it would be evictable but for what is below or under way
 
 
@@ -88,6 +90,7 @@ class Index:
             )
             for tier in Tier
         )
+        self.now_s = 0.0  # as the last caller told
         self.evicted = [[0] * len(spec.groups) for _ in Tier]  # entries evicted so far, by tier and group
         self._eviction = tuple(tuple(eviction() for _ in spec.groups) for _ in Tier)
         self._parked: tuple[tuple[dict[Entry, None], ...], ...] = tuple(tuple({} for _ in spec.groups) for _ in Tier)

@@ -267,6 +267,7 @@ class Prefetcher:
                 continue
             entry = self._index.publish(node, Tier.L2, group, handle)
             node.in_l3 |= 1 << group
+            node.confirmed_at_s = self._index.now_s
             if prefetch.concluded:
                 self._held[group] -= 1
             else:

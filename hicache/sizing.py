@@ -30,7 +30,7 @@ def l2_slot_counts(spec: CacheSpec, l2_bytes: int, state_share: float) -> tuple[
     fit, naming what would.
     """
     if not 0.0 <= state_share <= 1.0:
-        raise ConfigError("state_share", state_share, "a fraction from 0 to 1")
+        raise ConfigError("l2_state_share", state_share, "a fraction from 0 to 1")
     states = [isinstance(group, StateGroup) for group in spec.groups]
     strides = [slot_stride(size) for size in spec.object_bytes]
     state_bytes = sum(stride for stride, is_state in zip(strides, states, strict=True) if is_state)

@@ -35,7 +35,7 @@ class DirectoryStats:
         """Objects that went, or did not go, over ``leg``: backup, store, fetch, load, restore, snapshot, lookup, ..."""
         for group, outcome in zip(groups, outcomes, strict=True):
             self.objects[f"{leg}.{outcome.name.lower()}"] += 1
-            if outcome.is_ok and leg != "lookup":
+            if outcome.is_ok and leg not in ("lookup", "confirm"):
                 self.bytes_moved[leg] += self.object_bytes[group]
 
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 
 from hicache.index import Entry, Index, Node, Tier
 from hicache.jobbook import JobBook, Outcomes, batches
-from hicache.jobs import CopyItem, CopyJob, CopyKind, StoreJob, TransferItem
+from hicache.jobs import CopyItem, CopyJob, CopyKind, LookupItem, LookupJob, StoreJob, TransferItem
+from hicache.outcome import Outcome
 from hicache.policies.write import WritePolicy
 from hicache.slots import slot_of
 from hicache.stats import DirectoryStats
@@ -22,6 +23,7 @@ class WriterLimits:
     has_l3: bool
     job_items_max: int = 32
     store_share: float = 0.5
+    confirm_interval_s: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -195,5 +197,34 @@ class Writer:
             node.storing &= ~bit
             if outcome.is_ok:
                 node.in_l3 |= bit
+                node.confirmed_at_s = self._index.now_s
             self._index.unpin(entry)
         self._send_queued()
+
+    def confirm(self, path: Sequence[Node]) -> None:
+        """Ask L3 whether it still has what it once acknowledged of a path that is used again, and store what is gone.
+
+        Without this L3 would evict what is always found in L1, since it never hears of it, and keep pages below that
+        nobody can reach. Asking counts as use there; it is done once per node and interval.
+        """
+        now_s = self._index.now_s
+        due = [node for node in path if node.in_l3 and now_s - node.confirmed_at_s >= self._limits.confirm_interval_s]
+        parts = [(node, group) for node in due for group in range(len(self._storing)) if node.in_l3 >> group & 1]
+        if not parts:
+            return
+        for node in due:
+            node.confirmed_at_s = now_s
+        items = tuple(LookupItem(group, node.key) for node, group in parts)
+        self._jobs.emit(
+            lambda job_id: LookupJob(job_id, items),
+            lambda outcomes: self._confirmed(path, parts, outcomes),
+            one_rank=True,
+        )
+
+    def _confirmed(self, path: Sequence[Node], parts: Sequence[tuple[Node, int]], outcomes: Outcomes) -> None:
+        self._stats.count("confirm", (group for _, group in parts), outcomes)
+        gone = [part for part, outcome in zip(parts, outcomes, strict=True) if outcome is Outcome.ABSENT]
+        for node, group in gone:
+            node.in_l3 &= ~(1 << group)
+        if gone:
+            self.write(node for node in path if self._index.nodes.get(node.key) is node)

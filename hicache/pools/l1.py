@@ -115,7 +115,10 @@ def page_shape(group: PagedGroup, page_tokens: int) -> tuple[int, int, int, int]
 
 
 def _checked_device(device: str | torch.device) -> torch.device:
-    checked = torch.device(device)
+    try:
+        checked = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError("device", str(device), "cpu, cuda or cuda:<index>") from error
     if checked.type == "cuda":
         if not torch.cuda.is_available():
             raise ConfigError("device", str(device), f"cpu: torch {torch.__version__} finds no CUDA device here")

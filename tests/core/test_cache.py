@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 
 import numpy as np
@@ -250,3 +251,79 @@ def test_an_engine_that_is_interrupted_in_a_load_goes_on_and_leaves_nothing_behi
     engine.cache.release(request)
     engine.settle()
     assert engine.serve(prompt(4)).by_source == by_source(l1=4 * PAGE)
+
+
+def test_pages_that_are_being_written_down_are_waited_for(make: Make) -> None:
+    engine = make(l1=4)
+    copies = engine.cache._executor._copies
+    may_copy = threading.Event()
+    backup = copies.backup
+
+    def held_up(group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+        assert may_copy.wait(20)
+        backup(group, sources, targets)
+
+    copies.backup = held_up  # type: ignore[method-assign]
+    engine.serve(prompt(4))
+    request = engine.cache.match(prompt(3, seed=1))
+    assert engine.cache.load(request) is not None
+    assert not engine.cache.extend(request, tokens=3 * PAGE)
+    threading.Timer(0.05, may_copy.set).start()
+    assert engine.cache.extend(request, tokens=3 * PAGE, timeout_s=20)
+    engine.cache.release(request)
+
+
+def test_the_wait_for_room_ends(make: Make) -> None:
+    engine = make(l1=2)
+    running = engine.cache.match(prompt(2))
+    assert engine.cache.load(running) is not None
+    assert engine.cache.extend(running, tokens=2 * PAGE)
+    another = engine.cache.match(prompt(2, seed=1))
+    assert engine.cache.load(another, timeout_s=0.01) is not None
+    assert not engine.cache.extend(another, tokens=PAGE, timeout_s=0.01)
+
+
+def test_a_request_of_another_cache_is_refused_and_nobody_is_disturbed(make: Make) -> None:
+    owner, other = make(), make()
+    request, bystander = owner.cache.match(prompt(2)), other.cache.match(prompt(2, seed=1))
+    for engine, mine in ((owner, request), (other, bystander)):
+        assert engine.cache.load(mine) is not None
+        assert engine.cache.extend(mine, tokens=2 * PAGE)
+    table = bystander.page_table(0)
+    for call in (
+        lambda: other.cache.prefetch(request),
+        lambda: other.cache.wait(request),
+        lambda: other.cache.load(request),
+        lambda: other.cache.extend(request, tokens=2 * PAGE),
+        lambda: other.cache.append(request, [1]),
+        lambda: other.cache.store(request, computed=2 * PAGE),
+        lambda: other.cache.release(request),
+    ):
+        with pytest.raises(UsageError, match="another HiCache"):
+            call()
+    assert request.token_count == 2 * PAGE + 1
+    assert bystander.page_table(0) == table
+    owner.cache.release(request)
+    other.cache.release(bystander)
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("l1_pages", 1.5),
+        ("l1_pages", "3"),
+        ("l1_pages", None),
+        ("l1_pages", True),
+        ("l1_state_slots", -1),
+        ("l2_bytes", 1.5e6),
+        ("l3", 5),
+        ("token", b"x"),
+        ("salt", "x"),
+        ("device", "nowhere"),
+    ],
+)
+def test_a_setting_of_the_wrong_type_is_named(setting: str, value: object) -> None:
+    settings: dict[str, object] = {"l1_pages": 4, "l1_state_slots": 4, setting: value}
+    spec = CacheSpec("m", "r", HYBRID, page_tokens=PAGE)
+    with pytest.raises(ConfigError, match=setting):
+        HiCache.open(spec, **settings)  # type: ignore[arg-type]

@@ -63,6 +63,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             ranks=ranks,
             prefetch_l2_share=share,
             store_l2_share=share,
+            seconds_per_request=25.0,
         )
 
     @rule(target=requests, tokens=TOKENS)
@@ -140,6 +141,7 @@ class RandomWalk:
             ranks=self.random.choice([1, 1, 2, 3]),
             prefetch_l2_share=self.random.choice([0.1, 0.5, 1.0]),
             store_l2_share=self.random.choice([0.1, 0.5, 1.0]),
+            seconds_per_request=self.random.choice([0.0, 25.0, 100.0]),
         )
         self.trunks = [self.tokens(24) for _ in range(2)]
 

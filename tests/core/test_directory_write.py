@@ -84,3 +84,38 @@ def test_br_001_a_failed_store_is_not_believed_and_the_next_request_stores_it() 
     assert [world.directory.index.nodes[key].in_l3 for key in live.record.keys] == [1, 1, 1, 1]
     assert world.directory.stats.objects["store.unavailable"] == 1
     world.wind_up()
+
+
+def test_a_prefix_that_stays_in_l1_is_confirmed_in_l3_and_stored_again_when_l3_has_dropped_it() -> None:
+    world = World(HYBRID, l1=16, l2=16, l3_confirm_interval_s=60.0)
+    world.serve(prompt(4))
+    world.now_s = 59.0
+    world.serve(prompt(4))
+    assert not any(name.startswith("confirm") for name in world.directory.stats.objects)
+    for group in range(2):
+        world.lose_in_l3(world.page_keys(prompt(4))[1], group)
+    world.now_s = 61.0
+    world.serve(prompt(6))  # its new pages are stored below the ones that are put back
+    assert world.directory.stats.objects["confirm.absent"] == 2
+    keys = world.page_keys(prompt(6))
+    assert all((key, 0, 0) in world.executor.l3 for key in keys)
+    assert (keys[1], 1, 0) in world.executor.l3
+    asked = world.directory.stats.objects["confirm.ok"]
+    world.serve(prompt(6))
+    assert world.directory.stats.objects["confirm.ok"] == asked  # once per interval
+    world.check()
+    world.wind_up()
+
+
+def test_l3_that_cannot_say_is_believed_to_have_what_it_acknowledged() -> None:
+    world = World((FULL,), l1=16, l2=16, l3_confirm_interval_s=60.0)
+    world.serve(prompt(4))
+    world.executor.done.clear()
+    world.now_s = 100.0
+    live = world.open(prompt(4))
+    world.run_all(failing(Outcome.UNAVAILABLE, *range(8)))
+    assert world.directory.stats.objects["confirm.unavailable"] == 4
+    assert not any(isinstance(task.job, StoreJob) for task in world.executor.done)
+    world.release(live)
+    world.check()
+    world.wind_up()

@@ -56,6 +56,7 @@ class World:
         l1: int | tuple[int, ...],
         l2: int | tuple[int, ...] = 0,
         job_items_max: int = 16,
+        seconds_per_request: float = 0.0,
         **config: object,
     ) -> None:
         self.spec = CacheSpec("m", "r", groups, page_tokens=PAGE)
@@ -71,6 +72,8 @@ class World:
         self.prefetcher._limits = replace(self.prefetcher._limits, job_items_max=job_items_max)
         self.writer._limits = replace(self.writer._limits, job_items_max=job_items_max)
         self.executor = SimulatedExecutor(self.spec, self.directory, ranks=self.config.ranks)
+        self.seconds_per_request = seconds_per_request
+        self.now_s = 0.0
         self.live: list[Live] = []
         self.truth: dict[bytes, tuple[int, ...]] = {}
         self.is_l3_whole = True  # no object was lost on its way to L3 or in it
@@ -85,7 +88,9 @@ class World:
         return keys
 
     def open(self, tokens: list[int]) -> Live:
-        record = self.directory.open(self.page_keys(tokens), token_count=len(tokens))
+        self.now_s += self.seconds_per_request
+        record = self.directory.open(self.page_keys(tokens), token_count=len(tokens), now_s=self.now_s)
+        self.executor.collect()
         live = Live(record, tokens)
         found = sum(record.local_tokens.values())
         assert found == PAGE * self.brute_force_usable(record)

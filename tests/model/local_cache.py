@@ -84,7 +84,7 @@ class LocalCache:
         assert request in self.live
         return True
 
-    def load(self, request: LocalRequest) -> LocalRestored | None:
+    def load(self, request: LocalRequest, *, timeout_s: float = 0.0) -> LocalRestored | None:
         if not self._free_slots:
             return None
         tokens = self._usable(request)
@@ -103,7 +103,7 @@ class LocalCache:
                     self.l1.paged[index][:, page] = self.pages[index, request.prefix(end)]
         return LocalRestored(tokens, {"l1": tokens, "l2": 0, "l3": 0})
 
-    def extend(self, request: LocalRequest, *, tokens: int) -> bool:
+    def extend(self, request: LocalRequest, *, tokens: int, timeout_s: float = 0.0) -> bool:
         wanted = -(-tokens // self.spec.page_tokens)
         if any(wanted - len(table) > len(self._free[index]) for index, table in request.tables.items()):
             return False
