@@ -175,7 +175,7 @@ class CacheSpec:
         if len(self.groups) > 32:
             raise SpecError("groups", len(self.groups), "at most 32 groups")
         for setting, value in (("page_tokens", self.page_tokens), ("tp_size", self.tp_size), ("pp_size", self.pp_size)):
-            if not isinstance(value, int) or value < 1:
+            if value != int(value) or value < 1:
                 raise SpecError(setting, value, "a whole number of at least 1")
         if self.shard_count > SHARDS_MAX:
             raise SpecError("tp_size * pp_size", self.shard_count, f"at most {SHARDS_MAX} shards")

@@ -241,7 +241,7 @@ def refused_spec(**settings: object) -> CacheSpec:
             lambda: refused_spec(groups=tuple(dataclasses.replace(GQA, name=f"g{i}") for i in range(33))),
             "groups = 33: expected at most 32",
         ),
-        (lambda: refused_spec(page_tokens=0), "page_tokens = 0: expected at least 1"),
+        (lambda: refused_spec(page_tokens=0), "page_tokens = 0: expected a whole number of at least 1"),
         (lambda: refused_spec(tp_size=0), "tp_size = 0"),
         (lambda: refused_spec(pp_size=-2), "pp_size = -2"),
         (lambda: refused_spec(tp_size=1024, pp_size=128), "tp_size . pp_size = 131072: expected at most 65536"),
