@@ -54,6 +54,7 @@ class FileBackend:
         calls: FileCalls,
     ) -> None:
         self._directory = directory
+        self._pid = os.getpid()
         self._objects = str(directory / "objects")
         self._lock = lock
         self._capacity_bytes = capacity_bytes
@@ -228,7 +229,9 @@ class FileBackend:
         return free_bytes(self._directory) + self._spares.total_bytes
 
     def close(self) -> None:
-        """See ``Backend.close``. Waits for puts and deletes in progress."""
+        """See ``Backend.close``. Waits for puts and deletes in progress. Does nothing in a forked child."""
+        if os.getpid() != self._pid:
+            return
         with contextlib.ExitStack() as stack:
             for lock in self._key_locks:
                 stack.enter_context(lock)

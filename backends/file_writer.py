@@ -10,6 +10,7 @@ import shutil
 import threading
 from pathlib import Path
 
+from hicache.backends.forks import forget, keep_from_children
 from hicache.backends.lock import names_file
 
 _ALIVE_SUFFIX = ".alive"
@@ -19,12 +20,14 @@ class WriterFolder:
     """``<root>/<writer>/`` for unfinished files, and ``<root>/<writer>.alive``, locked as long as the writer lives.
 
     The kernel drops the lock with the process, however it dies: that proves that nobody will finish its files. The
-    lock exists before the folder does, so there is no moment at which a live writer's folder looks dead.
+    lock exists before the folder does, so there is no moment at which a live writer's folder looks dead. A forked child
+    keeps neither the lock nor anything else of this folder.
     """
 
     def __init__(self, root: Path) -> None:
         """Makes nothing yet: a store opens on a full disk too."""
         self._root = root
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._fd: int | None = None
         self._alive = root
@@ -47,13 +50,15 @@ class WriterFolder:
             alive.unlink(missing_ok=True)
             os.close(fd)
             raise
+        keep_from_children(fd)
         self._fd, self._alive, self._folder = fd, alive, alive.with_suffix("")
 
     def close(self) -> None:
         """Remove the folder with whatever is in it. Idempotent."""
-        if self._fd is not None:
+        if self._fd is not None and os.getpid() == self._pid:
             shutil.rmtree(self._folder, ignore_errors=True)
             self._alive.unlink(missing_ok=True)
+            forget(self._fd)
             os.close(self._fd)
             self._fd = None
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 LEASES_MAX = 1 << 16
@@ -16,12 +16,35 @@ class _Lease:
     expires_at_s: float
 
 
+def _ignore(keys: list[bytes]) -> None:
+    pass
+
+
+def _nothing(key: bytes) -> int:
+    return 0
+
+
 class Leases:
     """Which keys are leased, and until when. Not thread-safe; time is given by the caller."""
 
-    def __init__(self) -> None:
+    def __init__(
+        self,
+        *,
+        bytes_max: int = 0,
+        bytes_of: Callable[[bytes], int] = _nothing,
+        on_freed: Callable[[list[bytes]], None] = _ignore,
+    ) -> None:
+        """All leased keys together have at most ``bytes_max`` by ``bytes_of``, asked when a key is leased first.
+
+        ``on_freed`` is told which keys have no lease any more, in the order of their lease.
+        """
+        self._bytes_max = bytes_max
+        self._bytes_of = bytes_of
+        self._on_freed = on_freed
         self._leases: dict[int, _Lease] = {}
         self._holders: dict[bytes, int] = {}  # how many leases each key has
+        self._sizes: dict[bytes, int] = {}  # of the same keys
+        self._leased_bytes = 0
         self._expiries: list[tuple[float, int]] = []  # a heap; renewed leases leave stale entries that are put back
         self._last_id = NO_LEASE
 
@@ -37,15 +60,35 @@ class Leases:
         return len(self._holders)
 
     def grant(self, keys: Sequence[bytes], *, expires_at_s: float) -> int:
-        """A new lease id; NO_LEASE, which protects nothing, for no keys or when LEASES_MAX are out."""
+        """A new lease id; NO_LEASE, which protects nothing, for no keys or when LEASES_MAX are out.
+
+        Where ``bytes_max`` does not allow all keys, the first ones get the lease, and those that had one.
+        """
         if not keys or len(self._leases) >= LEASES_MAX:
             return NO_LEASE
+        held = self._hold(keys)
+        if not held:
+            return NO_LEASE
         self._last_id += 1
-        self._leases[self._last_id] = _Lease(tuple(keys), expires_at_s)
+        self._leases[self._last_id] = _Lease(tuple(held), expires_at_s)
         heapq.heappush(self._expiries, (expires_at_s, self._last_id))
-        for key in keys:
-            self._holders[key] = self._holders.get(key, 0) + 1
         return self._last_id
+
+    def _hold(self, keys: Sequence[bytes]) -> list[bytes]:
+        held: list[bytes] = []
+        is_full = False
+        for key in keys:
+            holders = self._holders.get(key, 0)
+            if not holders:
+                size_bytes = self._bytes_of(key)
+                is_full = is_full or self._leased_bytes + size_bytes > self._bytes_max
+                if is_full:
+                    continue
+                self._leased_bytes += size_bytes
+                self._sizes[key] = size_bytes
+            self._holders[key] = holders + 1
+            held.append(key)
+        return held
 
     def keys(self, lease_id: int) -> tuple[bytes, ...]:
         """What is under a lease; nothing when it has ended."""
@@ -84,9 +127,13 @@ class Leases:
                 heapq.heappush(self._expiries, (lease.expires_at_s, lease_id))
 
     def _end(self, lease_id: int) -> None:
+        freed: list[bytes] = []
         for key in self._leases.pop(lease_id).keys:
             left = self._holders[key] - 1
             if left:
                 self._holders[key] = left
             else:
                 del self._holders[key]
+                self._leased_bytes -= self._sizes.pop(key)
+                freed.append(key)
+        self._on_freed(freed)

@@ -12,6 +12,7 @@ from typing import TypeAlias, TypeVar
 
 import lmdb
 
+from hicache.backends.forks import never_free_in_children
 from hicache.backends.gate import Gate
 from hicache.backends.lmdb_layout import PAGE_BYTES, moving_bytes_for
 from hicache.backends.space import OUT_OF_SPACE_ERRNOS, free_bytes, no_room, require_space, take_space
@@ -40,15 +41,16 @@ class LmdbEnvironment:
     number has been written. A power loss may leave anything: the marker of the store tells that it happened.
     """
 
-    def __init__(self, directory: Path, *, map_bytes: int, capacity_bytes: int) -> None:
-        """Opens or makes the environment. Raises ConfigError when there is no room for it, BackendError when LMDB
-        cannot open what is there."""
+    def __init__(self, directory: Path, *, map_bytes: int, capacity_bytes: int, floor_bytes: int = 0) -> None:
+        """Opens or makes the environment. Raises ConfigError when there is no room for it, or taking that would leave
+        less than ``floor_bytes``, and BackendError when LMDB cannot open what is there."""
         self._data = directory / DATA_NAME
         self._gate = Gate()
         before_bytes = self._data.stat().st_size if self._data.exists() else 0
-        require_space(self._data, map_bytes, capacity_bytes=capacity_bytes)
+        require_space(self._data, map_bytes, capacity_bytes=capacity_bytes, floor_bytes=floor_bytes)
         _take_lock_file(directory / LOCK_NAME, capacity_bytes=capacity_bytes)
         self._env = _open(directory, map_bytes, capacity_bytes=capacity_bytes)
+        never_free_in_children(self._env)
         self._map_bytes = self._env.info()["map_size"]  # larger than asked for when more is in use
         try:
             take_space(self._data, self._map_bytes, capacity_bytes=capacity_bytes, restore_bytes=before_bytes)
@@ -176,7 +178,13 @@ def _open(directory: Path, map_bytes: int, *, capacity_bytes: int) -> lmdb.Envir
         if error.code in OUT_OF_SPACE_ERRNOS:
             data = directory / DATA_NAME
             raise no_room(data, capacity_bytes, missing_bytes=map_bytes, free=free_bytes(directory)) from error
-        raise BackendError(f"LMDB cannot open {directory}: {error}") from error
+        raise BackendError(f"LMDB cannot open {directory}: {error}; {_advice(directory, map_bytes, error)}") from error
+
+
+def _advice(directory: Path, map_bytes: int, error: lmdb.Error) -> str:
+    if isinstance(error, lmdb.MemoryError):
+        return f"it needs {map_bytes} bytes of address space (ulimit -v, LimitAS); nothing stored was touched"
+    return f"nothing stored was touched; to give it up and start empty, remove {directory / DATA_NAME}"
 
 
 def _sync(path: Path, deadline_s: float) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -72,27 +73,37 @@ class LmdbBackend:
         self._wall_clock = wall_clock
         self._notices = Notices(logging.getLogger(__name__))
         self._put_lock = threading.Lock()  # one put at a time: LMDB has one writer, and duplicates meet here
-        loaded = load_index(files.env)
+        loaded = load_index(files)
         self._ids = ChunkIds(_chunks_max(capacity_bytes), used=loaded.chunk_ids)
-        self._counts = _Counts(loaded.objects, loaded.payload_bytes)
+        self._counts = _Counts(len(loaded.stored), loaded.payload_bytes)
+        self._unchanged: list[StoredObject] | None = loaded.stored  # until somebody takes it, or it is no longer true
+        self._pid = os.getpid()
         self._closed = False
         self.store_id = bytes.fromhex(files.marker.store_id)
 
     @classmethod
-    def open(cls, directory: Path, *, capacity_bytes: int, wall_clock: Callable[[], float] = time.time) -> Self:
+    def open(
+        cls,
+        directory: Path,
+        *,
+        capacity_bytes: int,
+        floor_bytes: int = 0,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> Self:
         """Open the store in ``directory``, or make one there.
 
-        Raises StorageInUse, ConfigError (a foreign directory, or no room for ``capacity_bytes``), BackendError.
+        Raises StorageInUse, BackendError, ConfigError (a foreign directory, or no room for ``capacity_bytes`` with
+        ``floor_bytes`` left free).
         """
         chunks_max = _chunks_max(capacity_bytes)
-        files = open_files(directory, map_bytes=map_bytes_for(chunks_max), capacity_bytes=capacity_bytes)
+        files = open_files(
+            directory, map_bytes=map_bytes_for(chunks_max), capacity_bytes=capacity_bytes, floor_bytes=floor_bytes
+        )
         try:
-            backend = cls(files, capacity_bytes=capacity_bytes, wall_clock=wall_clock)
-            files.mark_opened()
-            return backend
-        except lmdb.Error as error:
+            return cls(files, capacity_bytes=capacity_bytes, wall_clock=wall_clock)
+        except (lmdb.Error, MemoryError) as error:
             files.abandon()
-            raise BackendError(f"LMDB cannot read {directory}: {error}") from error
+            raise BackendError(f"LMDB cannot read {directory}: {error!r}; nothing stored was touched") from error
         except BaseException:
             files.abandon()
             raise
@@ -104,6 +115,7 @@ class LmdbBackend:
         for position, item in enumerate(items):
             if is_storable_key(item.key) and item.payload.nbytes:
                 first_of.setdefault(item.key, position)
+        self._unchanged = None
         with self._put_lock:
             waiting = list(first_of.values())
             waiting = self._put_pass(items, waiting, outcomes)
@@ -257,6 +269,7 @@ class LmdbBackend:
 
     def _remove(self, suspects: list[_Suspect]) -> list[Outcome]:
         """Remove index records, those with a ``raw_record`` only while they are the same, and free their chunks."""
+        self._unchanged = None
         try:
             removed = self._env.write_with_reserve(lambda txn: self._pop_records(txn, suspects))
         except lmdb.Error as error:
@@ -291,6 +304,7 @@ class LmdbBackend:
 
     def touch(self, used: Sequence[tuple[bytes, float]]) -> None:
         """See ``Backend.touch``."""
+        self._unchanged = None
         for start in range(0, len(used), KEYS_PER_TRANSACTION):
             try:
                 with self._env.write() as txn:
@@ -307,7 +321,14 @@ class LmdbBackend:
                 txn.put(key, renewed.encode(key), db=self._env.index)
 
     def scan(self) -> Iterator[StoredObject]:
-        """See ``Backend.scan``. Objects that come or go meanwhile may or may not be told."""
+        """See ``Backend.scan``. Objects that come or go meanwhile may or may not be told.
+
+        The first one of a store that nobody has changed tells what was read when it was opened.
+        """
+        unchanged, self._unchanged = self._unchanged, None
+        if unchanged is not None:
+            yield from unchanged
+            return
         start = b""
         while True:
             try:
@@ -348,7 +369,12 @@ class LmdbBackend:
         return None
 
     def close(self) -> None:
-        """See ``Backend.close``. Takes at most about SYNC_BUDGET_S for what has not reached the medium yet."""
+        """See ``Backend.close``. Takes at most about SYNC_BUDGET_S for what has not reached the medium yet.
+
+        Does nothing in a forked child.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._put_lock:
             if not self._closed:
                 self._closed = True

@@ -7,6 +7,7 @@ import fcntl
 import os
 from pathlib import Path
 
+from hicache.backends.forks import forget, keep_from_children
 from hicache.errors import StorageInUse
 
 LOCK_NAME = "hicache.lock"
@@ -17,12 +18,14 @@ class DirectoryLock:
     """Holds ``<directory>/hicache.lock`` until ``release`` or the death of the process, however it comes.
 
     The lock is an flock, which belongs to the opened file: a second open is refused in this process too, and by
-    whatever path the directory is reached (a symbolic link, a relative path). The file names its holder.
+    whatever path the directory is reached (a symbolic link, a relative path). The file names its holder. A forked child
+    holds nothing, and has nothing to release.
     """
 
     def __init__(self, directory: Path) -> None:
         """Raises StorageInUse naming the holder's pid and command."""
         self._path = directory / LOCK_NAME
+        self._pid = os.getpid()
         self._fd: int | None = self._acquire(directory)
 
     def _acquire(self, directory: Path) -> int:
@@ -38,13 +41,16 @@ class DirectoryLock:
                 os.close(fd)
                 raise
             if names_file(self._path, fd):
+                keep_from_children(fd)
                 _name_holder(fd)
                 return fd
             os.close(fd)  # somebody replaced the file between open and flock
 
     def release(self) -> None:
         """Let go. Idempotent. The file stays: removing it would let two owners lock two files."""
-        if self._fd is not None:
+        if self._fd is not None and os.getpid() == self._pid:
+            fcntl.flock(self._fd, fcntl.LOCK_UN)
+            forget(self._fd)
             os.close(self._fd)
             self._fd = None
 

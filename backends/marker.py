@@ -18,15 +18,14 @@ _NOT_CONTENT = frozenset({LOCK_NAME, MARKER_NAME, MARKER_NAME + ".tmp", "lost+fo
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
-class StoreMarker(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class StoreMarker(msgspec.Struct, frozen=True, kw_only=True):
     """Content of ``<directory>/hicache.store``."""
 
     kind: str  # "lmdb" or "file"
     version: int  # of the layout on the medium
     store_id: str  # hexadecimal; a store that was emptied has another one
-    boot_id: str  # of the boot during which it was last opened
+    boot_id: str  # of the boot during which it was last opened all the way
     is_clean: bool  # closed, with everything on the medium
-    open_attempts: int = 0  # since it was last opened all the way: a store that kills its opener is given up
 
     def survived(self) -> bool:
         """Whether all that was written is there: flushed by a clean close, or still in this boot's page cache."""

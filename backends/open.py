@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hicache.backends.base import Backend
 from hicache.backends.shared_store import SharedBackend, SharedStore
+from hicache.backends.space import require_floor
 from hicache.backends.store import FREE_SPACE_FLOOR_BYTES, ObjectStore
 from hicache.errors import ConfigError
 
@@ -33,7 +34,7 @@ def open_store(
         except BaseException:
             shared.close()
             raise
-    backend = open_backend(url, capacity_bytes=capacity_bytes)
+    backend = open_backend(url, capacity_bytes=capacity_bytes, free_space_floor_bytes=free_space_floor_bytes)
     try:
         return ObjectStore(
             backend,
@@ -47,11 +48,11 @@ def open_store(
         raise
 
 
-def open_backend(url: str, *, capacity_bytes: int) -> Backend:
+def open_backend(url: str, *, capacity_bytes: int, free_space_floor_bytes: int = 0) -> Backend:
     """Open ``lmdb:///path`` or ``file:///path``, making the store when there is none, or join ``mooncake://host:port``.
 
-    A Mooncake store has the capacity of its nodes. Raises ConfigError for anything that stops start-up (unknown
-    scheme, foreign directory, no room), StorageInUse when another process, or this one, has it open, BackendError when
+    A Mooncake store has the capacity of its nodes. ``free_space_floor_bytes`` is what taking space must leave. Raises
+    ConfigError for anything that stops start-up (unknown scheme, foreign directory, no room), StorageInUse when another process, or this one, has it open, BackendError when
     the store cannot be read.
     """
     if url.startswith(MOONCAKE_PREFIX):
@@ -63,19 +64,25 @@ def open_backend(url: str, *, capacity_bytes: int) -> Backend:
     if not path.startswith("/") or "?" in path or "#" in path:
         raise ConfigError("backend", url, f"{scheme}:// followed by an absolute path without ? and #")
     try:
-        return _open(scheme, Path(path), capacity_bytes)
+        return _open(scheme, Path(path), capacity_bytes, free_space_floor_bytes)
     except OSError as error:
         raise ConfigError("path", path, f"a directory that can be written ({error})") from error
 
 
-def _open(scheme: str, directory: Path, capacity_bytes: int) -> Backend:
+def _open(scheme: str, directory: Path, capacity_bytes: int, floor_bytes: int) -> Backend:
     if scheme == "lmdb":
         from hicache.backends.lmdb_store import LmdbBackend
 
-        return LmdbBackend.open(directory, capacity_bytes=capacity_bytes)
+        return LmdbBackend.open(directory, capacity_bytes=capacity_bytes, floor_bytes=floor_bytes)
     from hicache.backends.file_store import FileBackend
 
-    return FileBackend.open(directory, capacity_bytes=capacity_bytes)
+    backend = FileBackend.open(directory, capacity_bytes=capacity_bytes)
+    try:
+        require_floor(directory, floor_bytes)
+    except BaseException:
+        backend.close()
+        raise
+    return backend
 
 
 def _open_mooncake(url: str) -> SharedBackend:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 TOUCHES_PENDING_MAX = 1 << 16  # keys whose use is remembered until it is written; more are forgotten
 TOUCH_INTERVAL_S = 60.0
 _ORDER_S = 1e-6  # apart in one batch, so that it keeps its order
@@ -28,9 +30,11 @@ class PendingTouches:
         """Whether it is time to write a batch."""
         return now_s - self._taken_at_s >= TOUCH_INTERVAL_S or len(self._keys) >= TOUCHES_PENDING_MAX
 
-    def take(self, *, now_s: float, wall_s: float) -> list[tuple[bytes, float]]:
-        """Everything pending, for ``Backend.touch``, the last used with the latest time."""
-        keys = list(self._keys)
-        self._keys.clear()
+    def take(self, *, now_s: float, wall_s: float) -> Iterator[tuple[bytes, float]]:
+        """Everything pending, for ``Backend.touch``, the last used with the latest time.
+
+        O(1) here, so that it can be called under a lock; the pairs are made as they are consumed.
+        """
+        keys, self._keys = self._keys, {}
         self._taken_at_s = now_s
-        return [(key, wall_s - (len(keys) - number) * _ORDER_S) for number, key in enumerate(keys, start=1)]
+        return ((key, wall_s - (len(keys) - number) * _ORDER_S) for number, key in enumerate(keys, start=1))

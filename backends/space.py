@@ -25,13 +25,23 @@ def total_bytes(path: Path) -> int:
     return stat.f_blocks * stat.f_frsize
 
 
-def require_space(path: Path, size_bytes: int, *, capacity_bytes: int) -> None:
-    """Raise ConfigError unless a file ``path`` of ``size_bytes`` has, or can get, all its space."""
+def require_space(path: Path, size_bytes: int, *, capacity_bytes: int, floor_bytes: int = 0) -> None:
+    """Raise ConfigError unless a file of ``size_bytes`` has all its space, or can get it and leave the floor free."""
     allocated = os.stat(path).st_blocks * _BLOCK_BYTES if path.exists() else 0
     missing_bytes = size_bytes - allocated
     free = free_bytes(path.parent)
-    if missing_bytes > 0 and missing_bytes + _SPARE_BYTES > free:
-        raise no_room(path, capacity_bytes, missing_bytes=missing_bytes + _SPARE_BYTES, free=free)
+    if missing_bytes > 0 and missing_bytes + _SPARE_BYTES > free - floor_bytes:
+        raise no_room(
+            path, capacity_bytes, missing_bytes=missing_bytes + _SPARE_BYTES, free=free, floor_bytes=floor_bytes
+        )
+
+
+def require_floor(directory: Path, floor_bytes: int) -> None:
+    """Raise ConfigError when the file system could not hold a byte beside the floor, so that nothing is ever stored."""
+    total = total_bytes(directory)
+    if floor_bytes >= total:
+        expected = f"less than {total}, the size of the file system of {directory}: nothing could be stored there"
+        raise ConfigError("free_space_floor_bytes", floor_bytes, expected)
 
 
 def take_space(path: Path, size_bytes: int, *, capacity_bytes: int, restore_bytes: int) -> None:
@@ -53,11 +63,12 @@ def take_space(path: Path, size_bytes: int, *, capacity_bytes: int, restore_byte
         os.close(fd)
 
 
-def no_room(path: Path, capacity_bytes: int, *, missing_bytes: int, free: int) -> ConfigError:
+def no_room(path: Path, capacity_bytes: int, *, missing_bytes: int, free: int, floor_bytes: int = 0) -> ConfigError:
     """The error that says what ``path`` needs and what there is."""
+    kept = f", of which free_space_floor_bytes keeps {floor_bytes}" if floor_bytes else ""
     return ConfigError(
         "capacity_bytes",
         capacity_bytes,
-        f"a capacity that fits: {path} needs {missing_bytes} bytes more and the file system lets it have {free}; "
+        f"a capacity that fits: {path} needs {missing_bytes} bytes more and the file system lets it have {free}{kept}; "
         "lower capacity_bytes, free space, or choose another path",
     )

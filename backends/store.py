@@ -2,25 +2,40 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 from hicache.backends.base import Backend, GetItem, PutItem, Usage
 from hicache.backends.leases import NO_LEASE, Leases
 from hicache.backends.recency import PendingTouches
 from hicache.backends.residents import Residents
 from hicache.backends.store_stats import StoreCounters, StoreStats
-from hicache.errors import ConfigError
+from hicache.errors import BackendError, ConfigError
 from hicache.notices import Notices
 from hicache.outcome import Outcome
+from hicache.workers import QueueFull, Workers
 
 FREE_SPACE_FLOOR_BYTES = 256 << 20
+LEASED_SHARE_MAX = 0.5  # of the capacity: the rest stays for puts, whoever leases
+TOUCH_KEYS_MAX = 1024  # in one call of the backend, which others may wait for
+TOUCH_CLOSE_S = 5.0  # what a close waits for times of use that are being written
 PUT_GROUP_BYTES = 64 << 20  # room is made for so much of a batch at a time
 EVICTION_KEYS_MAX = 256  # in one delete of the backend
 EVICTION_FAILURES_MAX = 8  # passes in which every delete failed
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Read:
+    """A get in progress: its keys, without those that were stored anew after it began."""
+
+    keys: set[bytes]
 
 
 class ObjectStore:
@@ -59,14 +74,20 @@ class ObjectStore:
         self._lock = threading.Lock()  # everything below; never held in a call of the backend
         self._removal_lock = threading.Lock()  # taken before _lock; one eviction or delete at a time
         self._residents = Residents(backend.scan())
-        self._leases = Leases()
+        self._leases = Leases(
+            bytes_max=int(capacity_bytes * LEASED_SHARE_MAX),
+            bytes_of=lambda key: backend.stored_bytes(self._residents.size_bytes(key)),
+            on_freed=self._residents.put_back,
+        )
         self._counters = StoreCounters()
         self._reserved_bytes = 0  # by puts in progress
         self._writing: Counter[bytes] = Counter()
         self._doomed: set[bytes] = set()  # deleted while being written
-        self._additions = 0
+        self._reads: list[_Read] = []  # in progress
         self._touched = PendingTouches(now_s=clock())
+        self._touching = Workers("hicache-touch", threads=1, queue_max=1)
         self._is_closed = False
+        self._pid = os.getpid()
 
     @property
     def store_id(self) -> bytes:
@@ -76,7 +97,8 @@ class ObjectStore:
     def lookup(self, keys: Sequence[bytes], *, lease_s: float = 0.0) -> tuple[list[Outcome], int]:
         """OK or ABSENT for each key, and a lease on the present ones (NO_LEASE when ``lease_s`` is 0 or none is).
 
-        Counts as use. Until the lease ends, is released or expires, its keys are not evicted.
+        Counts as use. Until the lease ends, is released or expires, its keys are not evicted. All leases together
+        protect at most LEASED_SHARE_MAX of the capacity: the first keys get the lease, those beyond it are OK without.
         """
         with self._lock:
             now_s = self._clock()
@@ -104,19 +126,28 @@ class ObjectStore:
         """See ``Backend.get_into``. Counts as use."""
         with self._lock:
             known = [item.key in self._residents for item in items]
-            additions = self._additions
-        read = iter(self._backend.get_into([item for item, is_known in zip(items, known, strict=True) if is_known]))
-        outcomes = [next(read) if is_known else Outcome.ABSENT for is_known in known]
-        with self._lock:
-            self._refresh([item.key for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK])
-            self._counters.gets.update(outcomes)
-            for item, outcome in zip(items, outcomes, strict=True):
-                if outcome is Outcome.OK:
-                    self._counters.bytes_read += item.target.nbytes
-                elif outcome in (Outcome.ABSENT, Outcome.CORRUPT) and self._additions == additions:
-                    self._residents.discard(item.key)  # otherwise it may be new, and the next get will tell
+            reading = _Read({item.key for item, is_known in zip(items, known, strict=True) if is_known})
+            self._reads.append(reading)
+        try:
+            read = iter(self._backend.get_into([item for item, is_known in zip(items, known, strict=True) if is_known]))
+            outcomes = [next(read) if is_known else Outcome.ABSENT for is_known in known]
+            with self._lock:
+                self._note_read(items, outcomes, reading)
+        finally:
+            with self._lock:
+                self._reads.remove(reading)
         self._persist_recency_when_due()
         return outcomes
+
+    def _note_read(self, items: Sequence[GetItem], outcomes: list[Outcome], reading: _Read) -> None:
+        """Count a get, and forget what is not there or was dropped, unless it has been stored anew meanwhile."""
+        self._refresh([item.key for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK])
+        self._counters.gets.update(outcomes)
+        for item, outcome in zip(items, outcomes, strict=True):
+            if outcome is Outcome.OK:
+                self._counters.bytes_read += item.target.nbytes
+            elif outcome in (Outcome.ABSENT, Outcome.CORRUPT) and item.key in reading.keys:
+                self._residents.discard(item.key)
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
         """See ``Backend.put``. Evicts at the high watermark down to the low one.
@@ -204,7 +235,8 @@ class ObjectStore:
                 is_new = outcome is Outcome.OK
                 if is_new or (is_settled and outcome is Outcome.EXISTS and item.key not in self._residents):
                     self._residents.add(item.key, item.payload.nbytes)
-                    self._additions += 1
+                    for reading in self._reads:
+                        reading.keys.discard(item.key)
                 if is_new:
                     self._counters.bytes_written += item.payload.nbytes
 
@@ -216,6 +248,7 @@ class ObjectStore:
                 self._writing[item.key] -= 1
                 if self._writing[item.key] == 0:
                     del self._writing[item.key]
+                    self._residents.put_back([item.key])
                     if item.key in self._doomed:
                         self._doomed.remove(item.key)
                         doomed.append(item.key)
@@ -258,8 +291,11 @@ class ObjectStore:
             while freed_bytes < enough_bytes and failed_passes < EVICTION_FAILURES_MAX:
                 with self._lock:
                     victims = self._take_victims(enough_bytes - freed_bytes)
+                    is_exhausted = not self._residents.has_candidates
                 if not victims:
-                    break
+                    if is_exhausted:
+                        break
+                    continue
                 pass_bytes = self._evict_batch(victims)
                 freed_bytes += pass_bytes
                 failed_passes += pass_bytes == 0
@@ -331,26 +367,45 @@ class ObjectStore:
             return self._counters.snapshot(leases=len(self._leases), leased_keys=self._leases.key_count)
 
     def persist_recency(self) -> None:
-        """Write the times of use that have come up since the last time. A get or put does it every TOUCH_INTERVAL_S."""
+        """Write the times of use that have come up since the last time.
+
+        A thread of the store does it, every TOUCH_INTERVAL_S in which there are gets or puts.
+        """
         with self._lock:
             touches = self._touched.take(now_s=self._clock(), wall_s=self._wall_clock())
-        if touches:
-            self._backend.touch(touches)
+        while batch := list(islice(touches, TOUCH_KEYS_MAX)):
+            self._backend.touch(batch)
 
     def close(self) -> None:
-        """Persist recency and close the backend. Idempotent."""
+        """Persist recency and close the backend. Idempotent, and nothing in a forked child.
+
+        Where the medium is stuck in a time of use for TOUCH_CLOSE_S, those that wait are given up.
+        """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
-        self.persist_recency()
-        self._backend.close()
+        try:
+            if self._touching.close(timeout_s=TOUCH_CLOSE_S):
+                self.persist_recency()
+        finally:
+            self._backend.close()
 
     def _persist_recency_when_due(self) -> None:
+        """Wake the thread that does; when it is at work already, what is pending waits for the next time."""
         with self._lock:
-            is_due = self._touched.is_due(now_s=self._clock()) and not self._is_closed
-        if is_due:
+            if self._is_closed or not self._touched.is_due(now_s=self._clock()):
+                return
+        with contextlib.suppress(QueueFull):
+            self._touching.submit(self._persist_recency_quietly)
+
+    def _persist_recency_quietly(self) -> None:
+        try:
             self.persist_recency()
+        except BackendError as error:
+            self._notices.warning("touch", "times of use could not be written: %s", error)
 
     def _refresh(self, keys: Sequence[bytes]) -> None:
         """Count keys as used now, the first one as the last; the caller holds the lock."""

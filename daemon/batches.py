@@ -9,9 +9,10 @@ from hicache.daemon.config import DaemonConfig
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session
 from hicache.daemon.transfers import Extent
+from hicache.daemon.turns import SLICE_KEYS, Steps
 from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
-from hicache.wire.protocol import RefusalCode, split_keys
+from hicache.wire.protocol import RefusalCode, count_keys, split_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,55 +23,104 @@ class Batch:
     outcomes: list[Outcome]
 
 
-def read_keys(packed: bytes, key_bytes: int, config: DaemonConfig) -> list[bytes]:
-    """The object keys of a request. Raises Refusal(MALFORMED or BATCH_TOO_LARGE)."""
+@dataclass(frozen=True, slots=True)
+class PackedKeys:
+    """The checked keys of a request, as they came: they are split a slice at a time."""
+
+    packed: bytes
+    key_bytes: int
+    count: int
+
+    @property
+    def slice_starts(self) -> range:
+        """Where slices begin."""
+        return range(0, self.count, SLICE_KEYS)
+
+    def physical(self, start: int, session: Session) -> list[bytes]:
+        """The physical keys of ``[start, start + SLICE_KEYS)``."""
+        part = self.packed[start * self.key_bytes : (start + SLICE_KEYS) * self.key_bytes]
+        return [session.physical_key(key) for key in split_keys(part, self.key_bytes)]
+
+
+def read_keys(packed: bytes, key_bytes: int, config: DaemonConfig) -> PackedKeys:
+    """The object keys of a request, in no time. Raises Refusal(MALFORMED or BATCH_TOO_LARGE)."""
     try:
-        keys = split_keys(packed, key_bytes)
+        count = count_keys(packed, key_bytes)
     except ValueError as error:
         raise Refusal(RefusalCode.MALFORMED, str(error)) from error
-    if len(keys) > config.batch_keys_max:
-        raise Refusal(RefusalCode.BATCH_TOO_LARGE, f"{len(keys)} keys: batch_keys_max is {config.batch_keys_max}")
-    return keys
+    if count > config.batch_keys_max:
+        raise Refusal(RefusalCode.BATCH_TOO_LARGE, f"{count} keys: batch_keys_max is {config.batch_keys_max}")
+    return PackedKeys(packed, key_bytes, count)
 
 
-def read_transfer(request: pb.TransferRequest, session: Session, region_bytes: int, config: DaemonConfig) -> Batch:
+def read_physical_keys(keys: PackedKeys, session: Session) -> Steps[list[bytes]]:
+    """The names of the objects in the store."""
+    physical: list[bytes] = []
+    for start in keys.slice_starts:
+        if start:
+            yield
+        physical += keys.physical(start, session)
+    return physical
+
+
+def read_transfer(
+    request: pb.TransferRequest, keys: PackedKeys, session: Session, region_bytes: int, config: DaemonConfig
+) -> Steps[Batch]:
     """The extents of a Get or Put, each inside ``[0, region_bytes)``. Raises Refusal(MALFORMED or BATCH_TOO_LARGE).
 
     Integers are Python's: an offset and a size that would wrap around 64 bits simply end outside the region.
     """
-    keys = read_keys(request.keys, request.key_bytes, config)
-    return _batch(session, keys, request.offsets, request.sizes, region_bytes, config)
+    if not keys.count == len(request.offsets) == len(request.sizes):
+        numbers = f"{keys.count} keys, {len(request.offsets)} offsets and {len(request.sizes)} sizes"
+        raise Refusal(RefusalCode.MALFORMED, f"{numbers}: expected as many")
+    batch = Batch([], [Outcome.OK] * keys.count)
+    for start in keys.slice_starts:
+        if start:
+            yield
+        offsets, sizes = (numbers[start : start + SLICE_KEYS] for numbers in (request.offsets, request.sizes))
+        _read_slice(batch, start, keys.physical(start, session), offsets, sizes, region_bytes, config)
+    _check_total(batch, config)
+    return batch
 
 
-def read_stream_get(request: pb.StreamGetRequest, session: Session, config: DaemonConfig) -> Batch:
+def read_stream_get(
+    request: pb.StreamGetRequest, keys: PackedKeys, session: Session, config: DaemonConfig
+) -> Steps[Batch]:
     """The objects of a GetStream; offsets mean nothing. Raises as ``read_transfer``."""
-    keys = read_keys(request.keys, request.key_bytes, config)
-    return _batch(session, keys, [0] * len(keys), request.sizes, config.object_bytes_max, config)
+    if keys.count != len(request.sizes):
+        raise Refusal(RefusalCode.MALFORMED, f"{keys.count} keys and {len(request.sizes)} sizes: expected as many")
+    batch = Batch([], [Outcome.OK] * keys.count)
+    for start in keys.slice_starts:
+        if start:
+            yield
+        sizes = request.sizes[start : start + SLICE_KEYS]
+        physical = keys.physical(start, session)
+        _read_slice(batch, start, physical, [0] * len(physical), sizes, config.object_bytes_max, config)
+    _check_total(batch, config)
+    return batch
 
 
-def _batch(
-    session: Session,
+def _read_slice(
+    batch: Batch,
+    start: int,
     keys: Sequence[bytes],
     offsets: Sequence[int],
     sizes: Sequence[int],
     region_bytes: int,
     config: DaemonConfig,
-) -> Batch:
-    if not len(keys) == len(offsets) == len(sizes):
-        raise Refusal(
-            RefusalCode.MALFORMED, f"{len(keys)} keys, {len(offsets)} offsets and {len(sizes)} sizes: expected as many"
-        )
-    batch = Batch([], [Outcome.OK] * len(keys))
-    for index, (key, offset, size_bytes) in enumerate(zip(keys, offsets, sizes, strict=True)):
+) -> None:
+    for index, (key, offset, size_bytes) in enumerate(zip(keys, offsets, sizes, strict=True), start=start):
         problem = check_size(size_bytes, config) or check_range(offset, size_bytes, region_bytes)
         if problem is not None:
             batch.outcomes[index] = problem
         else:
-            batch.extents.append(Extent(index, session.physical_key(key), offset, size_bytes))
+            batch.extents.append(Extent(index, key, offset, size_bytes))
+
+
+def _check_total(batch: Batch, config: DaemonConfig) -> None:
     total_bytes = sum(extent.size_bytes for extent in batch.extents)
     if total_bytes > config.batch_bytes_max:
         raise Refusal(RefusalCode.BATCH_TOO_LARGE, f"{total_bytes} bytes: batch_bytes_max is {config.batch_bytes_max}")
-    return batch
 
 
 def check_size(size_bytes: int, config: DaemonConfig) -> Outcome | None:

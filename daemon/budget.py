@@ -1,9 +1,27 @@
-"""Bounds on the payload that is being moved: of one session, and of all sessions together."""
+"""Bounds on the payload that is being moved: of one session, of one tenant, and of all together."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import deque
+
+from hicache.daemon.tenants import Tenant
+
+
+class InflightBudgets:
+    """The budgets of all sessions, each within that of its tenant, each within the one of the daemon."""
+
+    def __init__(self, *, total_bytes: int, tenant_bytes: int, session_bytes: int) -> None:
+        self.total = ByteBudget(total_bytes)
+        self._tenant_bytes = tenant_bytes
+        self.session_bytes = min(session_bytes, tenant_bytes)
+        self._by_tenant: dict[Tenant, ByteBudget] = {}  # at most one for each line of the tenants file
+
+    def of_session(self, tenant: Tenant) -> ByteBudget:
+        """A new session's budget."""
+        if tenant not in self._by_tenant:
+            self._by_tenant[tenant] = ByteBudget(self._tenant_bytes, parent=self.total)
+        return ByteBudget(self.session_bytes, parent=self._by_tenant[tenant])
 
 
 class ByteBudget:
@@ -18,14 +36,16 @@ class ByteBudget:
         self._parent = parent
         self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
 
-    def try_acquire(self, size_bytes: int) -> Ticket | None:
-        """A ticket if the bytes are free now and nobody waits for some, else None."""
-        if not self._fits(size_bytes):
+    def try_acquire(self, size_bytes: int, *, spare_bytes: int = 0) -> Ticket | None:
+        """A ticket if the bytes are free now, here and in every parent, with ``spare_bytes`` to spare, and nobody waits
+        for some; else None.
+        """
+        if not self._fits(size_bytes + spare_bytes):
             return None
         if self._parent is None:
             self.used_bytes += size_bytes
             return Ticket(self, size_bytes)
-        ticket = self._parent.try_acquire(size_bytes)
+        ticket = self._parent.try_acquire(size_bytes, spare_bytes=spare_bytes)
         if ticket is None:
             return None
         self.used_bytes += size_bytes
@@ -95,6 +115,16 @@ class Ticket:
         """Adds a holder."""
         assert self._holders > 0
         self._holders += 1
+
+    def absorb(self, other: Ticket) -> None:
+        """Makes one ticket of two of the same budget; ``other``, which nobody else holds, is no more."""
+        assert other._budget is self._budget
+        assert self._holders > 0
+        assert other._holders == 1
+        other._holders = 0
+        self._size_bytes += other._size_bytes
+        if self._parent is not None and other._parent is not None:
+            self._parent.absorb(other._parent)
 
     def drop(self) -> None:
         """Removes a holder; the last one gives the bytes back."""

@@ -18,6 +18,9 @@ from hicache.daemon.refusals import Refusal
 REPLY_MARGIN_SHARE = 0.1
 REPLY_MARGIN_S_MAX = 0.1
 
+# A status waits behind what its client has not read yet; after this the call ends without it.
+STATUS_S = 1.0
+
 log = structlog.get_logger("hicache.daemon.calls")
 
 
@@ -66,10 +69,10 @@ class Calls:
                 if method == "Session":
                     self._metrics.session_refusals.labels(code=refusal.code).inc()
                 log.debug("call refused", method=method, reason=str(refusal))
-                await context.abort(refusal.status, str(refusal))
+                await _end(context, refusal.status, str(refusal))
             except TimeoutError:
                 result.name = "deadline"
-                await context.abort(grpc.StatusCode.DEADLINE_EXCEEDED, "not done in time")
+                await _end(context, grpc.StatusCode.DEADLINE_EXCEEDED, "not done in time")
             except asyncio.CancelledError:
                 result.name = "cancelled"
                 raise
@@ -79,7 +82,7 @@ class Calls:
             except Exception:
                 result.name = "error"
                 log.exception("call failed", method=method)
-                await context.abort(grpc.StatusCode.INTERNAL, "hicached failed; see its log")
+                await _end(context, grpc.StatusCode.INTERNAL, "hicached failed; see its log")
 
     async def wait_idle(self) -> None:
         """Returns when no call runs; the streams of sessions do not count."""
@@ -104,3 +107,12 @@ class Calls:
         budget_s = self._call_timeout_s_max if remaining_s is None else min(remaining_s, self._call_timeout_s_max)
         margin_s = min(budget_s * REPLY_MARGIN_SHARE, REPLY_MARGIN_S_MAX)
         return asyncio.get_running_loop().time() + budget_s - margin_s
+
+
+async def _end(context: CallContext, status: grpc.StatusCode, text: str) -> Never:
+    """Ends the call with a status, or, where its client does not read, without one: its stream is reset."""
+    try:
+        async with asyncio.timeout(STATUS_S):
+            await context.abort(status, text)
+    except TimeoutError as error:
+        raise asyncio.CancelledError(text) from error

@@ -86,7 +86,12 @@ class DaemonConfig:
     session_inflight_bytes_max: int = _setting(512 * MIB, size(1), "most payload that one session moves at a time")
     inflight_bytes_max: int = _setting(GIB, size(1), "most payload that all sessions move at a time")
     frame_bytes_max: int = _setting(MIB, size(4 * KIB, 8 * MIB), "largest payload of one frame of a stream")
+    regions_bytes_max: int = _setting(0, size(0), "most memory of clients that is mapped; 0: what the machine has")
+    tenant_regions_bytes_max: int = _setting(0, size(0), "that of one tenant; 0: half with several tenants, else all")
     sessions_max: int = _setting(64, count(1, 4096), "most clients at a time")
+    tenant_sessions_max: int = _setting(
+        0, count(0, 4096), "those of one tenant; 0: half of sessions_max with several tenants, else all"
+    )
     session_keepalive_s: float = _setting(
         20.0, number(PING_INTERVAL_MS_MIN / 1000, 3600), "silence after which a client is pinged, and dropped if mute"
     )
@@ -222,6 +227,9 @@ def _check_together(config: DaemonConfig) -> None:
         )
     for lower, upper in _AT_MOST:
         _check_at_most(config, lower, upper)
+    _check_at_most(config, "tenant_sessions_max", "sessions_max")
+    if config.regions_bytes_max:
+        _check_at_most(config, "tenant_regions_bytes_max", "regions_bytes_max")
     needed = message_bytes_needed(batch_keys_max=config.batch_keys_max, frame_bytes_max=config.frame_bytes_max)
     if needed > MESSAGE_BYTES_MAX:
         raise ConfigError(
@@ -240,6 +248,10 @@ def _check_at_most(config: DaemonConfig, lower: str, upper: str) -> None:
 def _check_paths(config: DaemonConfig) -> None:
     if not os.path.isdir(os.path.dirname(config.socket)):
         raise ConfigError("socket", config.socket, "a path in a directory that exists")
+    if config.ready_file and (
+        os.path.isdir(config.ready_file) or not os.path.isdir(os.path.dirname(os.path.abspath(config.ready_file)))
+    ):
+        raise ConfigError("ready_file", config.ready_file, "a file in a directory that exists")
     taken = {config.socket: "socket", config.memory_socket: "the memory socket", config.lock_file: "the lock file"}
     for name in ("http", "path", "ready_file", "tenants_file"):
         value = getattr(config, name)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TypeVar
 
 from hicache.backends.base import Usage
@@ -15,6 +16,8 @@ from hicache.daemon.storage import Storage, Store
 from hicache.notices import Notices
 from hicache.outcome import Outcome
 from hicache.workers import QueueFull
+
+DELETE_CHUNK_KEYS = 256  # what one storage thread deletes before others get their turn
 
 T = TypeVar("T")
 
@@ -54,31 +57,47 @@ class Control:
             return [answer] * len(keys), 0
         outcomes, lease_id = answer
         if lease_id and session.ended:
-            self._sessions.release_lease(lease_id)
+            self._sessions.release_leases([lease_id])
         elif lease_id:
             session.note_lease(lease_id, now_s + lease_s)
         return outcomes, lease_id
 
     async def delete(self, keys: list[bytes], *, deadline: float) -> list[Outcome]:
-        """OK or ABSENT for each key."""
-        answer = await self._ask(lambda: self._store.delete(keys), deadline=deadline)
-        return [answer] * len(keys) if isinstance(answer, Outcome) else answer
+        """OK or ABSENT for each key. In chunks, between those of transfers: nobody's lookup waits for a long delete.
+
+        At the deadline the keys without a result are DEADLINE; those of a chunk that runs are deleted all the same.
+        """
+        outcomes: list[Outcome] = []
+        for start in range(0, len(keys), DELETE_CHUNK_KEYS):
+            chunk = keys[start : start + DELETE_CHUNK_KEYS]
+            answer = await self._answer(
+                self._storage.ask_bulk(partial(self._store.delete, chunk), timeout_s=_left_s(deadline))
+            )
+            if answer is Outcome.DEADLINE:
+                return outcomes + [answer] * (len(keys) - start)
+            outcomes += [answer] * len(chunk) if isinstance(answer, Outcome) else answer
+        return outcomes
 
     async def change_lease(self, session: Session, lease_id: int, *, lease_ms: int, deadline: float) -> bool:
-        """Renews a lease, or releases it for ``lease_ms`` 0. False: it is gone, or it is another session's."""
+        """Renews a lease, or releases it for ``lease_ms`` 0. False: it is gone, or it is another session's.
+
+        False, too, when the store does not answer in time; then the session keeps the lease, and ends it at its end.
+        """
         if not session.owns_lease(lease_id):
             return False
         if lease_ms == 0:
-            session.drop_lease(lease_id)
-            return await self._ask(lambda: self._store.release(lease_id), deadline=deadline) is True
+            released = await self._ask(lambda: self._store.release(lease_id), deadline=deadline)
+            if not isinstance(released, Outcome):
+                session.drop_lease(lease_id)
+            return released is True
         lease_s = self._lease_s(lease_ms)
         ends_s = self._sessions.clock() + lease_s
-        held = await self._ask(lambda: self._store.renew(lease_id, lease_s=lease_s), deadline=deadline) is True
-        if held and not session.ended:
-            session.note_lease(lease_id, ends_s)
-        else:
+        held = await self._ask(lambda: self._store.renew(lease_id, lease_s=lease_s), deadline=deadline)
+        if held is False:
             session.drop_lease(lease_id)
-        return held
+        elif not session.ended:
+            session.extend_lease(lease_id, ends_s)
+        return held is True
 
     async def space(self, tenant: bytes, *, deadline: float) -> Space | None:
         """Usage; None when the store does not answer in time."""
@@ -90,10 +109,12 @@ class Control:
     async def _ask(
         self, work: Callable[[], T], *, deadline: float, too_late: Callable[[T], None] | None = None
     ) -> T | Outcome:
-        """What ``work`` returns, or why it did not."""
-        timeout_s = max(0.0, deadline - asyncio.get_running_loop().time())
+        """What ``work`` returns in a control thread, or why it did not."""
+        return await self._answer(self._storage.ask(work, timeout_s=_left_s(deadline), too_late=too_late))
+
+    async def _answer(self, asking: Awaitable[T]) -> T | Outcome:
         try:
-            return await self._storage.ask(work, timeout_s=timeout_s, too_late=too_late)
+            return await asking
         except TimeoutError:
             return Outcome.DEADLINE
         except QueueFull:
@@ -105,6 +126,10 @@ class Control:
 
     def _lease_s(self, lease_ms: int) -> float:
         return min(lease_ms, self._lease_ms_max) / 1000
+
+
+def _left_s(deadline: float) -> float:
+    return max(0.0, deadline - asyncio.get_running_loop().time())
 
 
 def _release_if_any(store: Store, lease_id: int) -> None:

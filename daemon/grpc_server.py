@@ -21,6 +21,11 @@ from hicache.wire.protocol import MESSAGE_BYTES_MAX, server_options
 DRAIN_S = 2.0  # for calls that run when the stop begins
 GRACE_S = 0.5  # for what is left then: streams of sessions, and calls that nobody reads
 
+# Connections, not calls, are what a stranger without a token can have: those that do not speak HTTP/2, or call nothing,
+# are closed. That of a session has its stream, and is never idle.
+HANDSHAKE_S = 5.0
+IDLE_CONNECTION_S = 30.0
+
 _SPARE_CALLS = 256  # hellos, and calls that are about to be refused
 
 
@@ -42,6 +47,7 @@ class GrpcServer:
         options = server_options(
             message_bytes_max=MESSAGE_BYTES_MAX, keepalive_ms=round(config.session_keepalive_s * 1000)
         )
+        options += _bounds_on_strangers(config.sessions_max)
         calls_max = config.sessions_max * (CALLS_PER_SESSION_MAX + 1) + _SPARE_CALLS
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=calls_max)
         # The generated base class wants contexts that are synchronous and asynchronous at once.
@@ -72,6 +78,15 @@ class GrpcServer:
         check_tcp_free("listen", address.host, address.port)
         port = _bind(server, "listen", str(address))
         return str(HostPort(address.host, port))
+
+
+def _bounds_on_strangers(sessions_max: int) -> list[tuple[str, int]]:
+    """gRPC options. One process may hold every session over one connection, so that many streams it must carry."""
+    return [
+        ("grpc.server_handshake_timeout_ms", round(HANDSHAKE_S * 1000)),
+        ("grpc.max_connection_idle_ms", round(IDLE_CONNECTION_S * 1000)),
+        ("grpc.max_concurrent_streams", sessions_max + 2 * CALLS_PER_SESSION_MAX),
+    ]
 
 
 def _bind(server: grpc.aio.Server, setting: str, address: str) -> int:

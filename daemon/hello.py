@@ -33,6 +33,11 @@ class Hellos:
         self._sessions = sessions
         self._namespaces = KnownNamespaces()
 
+    @property
+    def tenant_count(self) -> int:
+        """How many tenants this daemon has."""
+        return self._tenants.count
+
     def welcome(self, hello: pb.Hello, *, peer: str) -> tuple[Session, pb.Welcome]:
         """The session behind a hello and the answer to it. Raises Refusal."""
         if hello.protocol_version != PROTOCOL_VERSION:

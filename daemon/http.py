@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import os
 import re
@@ -14,6 +15,7 @@ from hicache.daemon.socket_lock import check_tcp_free, listen_unix
 from hicache.errors import ConfigError
 
 SHUTDOWN_TIMEOUT_S = 0.5
+CONNECTIONS_MAX = 64  # one more drops the oldest: a probe asks at once, whoever only holds connections does not
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -58,6 +60,7 @@ class HttpServer:
         self._readiness = readiness
         self._on_foreign_host = on_foreign_host
         self._runner: web.AppRunner | None = None
+        self._accepting: asyncio.Server | None = None
         self._unix_path: str | None = None
 
     async def start(self, address: HostPort | str, *, socket_mode: int) -> str:
@@ -76,21 +79,26 @@ class HttpServer:
     async def _start_unix(self, runner: web.AppRunner, path: str, mode: int) -> str:
         listener = listen_unix("http", path, mode=mode)
         self._unix_path = path
-        await web.SockSite(runner, listener).start()
+        self._accepting = await asyncio.get_running_loop().create_unix_server(_bounded(runner), sock=listener)
         return path
 
     async def _start_tcp(self, runner: web.AppRunner, address: HostPort) -> str:
         check_tcp_free("http", address.host, address.port)
-        site = web.TCPSite(runner, address.host, address.port, reuse_port=False)
+        loop = asyncio.get_running_loop()
         try:
-            await site.start()
+            self._accepting = await loop.create_server(
+                _bounded(runner), address.host, address.port, backlog=CONNECTIONS_MAX, reuse_port=False
+            )
         except OSError as error:
             raise ConfigError("http", str(address), f"a free address ({error.strerror})") from error
-        host, port = runner.addresses[0][:2]
+        host, port = self._accepting.sockets[0].getsockname()[:2]
         return str(HostPort(host, port))
 
     async def stop(self) -> None:
         """Closes idle connections at once, busy ones after a moment. Idempotent."""
+        if self._accepting is not None:
+            self._accepting.close()
+            self._accepting = None
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
@@ -115,3 +123,20 @@ class HttpServer:
     async def _get_readiness(self, _: web.Request) -> web.Response:
         readiness = self._readiness()
         return web.Response(status=200 if readiness == "ready" else 503, text=readiness + "\n")
+
+
+def _bounded(runner: web.AppRunner) -> Callable[[], asyncio.Protocol]:
+    """Makes the protocol of each new connection, at the cost of the oldest where there are CONNECTIONS_MAX."""
+    server = runner.server
+    assert server is not None, "the runner was set up"
+
+    def drop_oldest() -> None:
+        connections = [connection for connection in server.connections if connection.transport is not None]
+        for connection in connections[: max(0, len(connections) - CONNECTIONS_MAX)]:
+            connection.force_close()
+
+    def connect() -> asyncio.Protocol:
+        asyncio.get_running_loop().call_later(0, drop_oldest)  # when this one is among the server's connections
+        return server()
+
+    return connect

@@ -8,10 +8,11 @@ import mmap
 import os
 import stat
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 
-REGION_BYTES_MAX = 2**46  # far below what the address space has, far above what a node has
+ALLOCATED_SHARE_MIN = 0.95  # of a memfd must have pages: a little may be missing, such as a tail nobody has touched
 
 _UNMAP_STEP_BYTES = 256 * 1024 * 1024
 
@@ -80,14 +81,24 @@ class Region:
             log.warning("region not unmapped at once", region=self.region_id, reason=str(error))
 
 
-def map_memory(descriptor: int, size_bytes: int) -> mmap.mmap:
-    """Maps ``size_bytes`` of a client's memfd for reading and writing. Raises RegionRefused.
+@dataclass(frozen=True, slots=True)
+class OfferedMemory:
+    """A memfd that passed the checks, and how much of it is to be mapped. The descriptor stays its caller's."""
+
+    descriptor: int
+    size_bytes: int
+    memfd: tuple[int, int]  # which one it is: device and inode
+
+
+def check_memory(descriptor: int, size_bytes: int) -> OfferedMemory:
+    """Whether ``size_bytes`` of a client's memfd can be mapped safely. Raises RegionRefused.
 
     Only memory that can never shrink is taken: otherwise its owner could take pages away under a running transfer, and
-    the kernel would kill the daemon with SIGBUS. The caller keeps ``descriptor`` and may close it afterwards.
+    the kernel would kill the daemon with SIGBUS. F_SEAL_SHRINK leaves one way open, punching holes: ordinary pages come
+    back, at the daemon's cost, but hugetlbfs has none to give when its pool is empty, and faults. So those are refused.
+    So is memory without pages: whoever touches a page first pays for it, and that would be the daemon.
     """
-    status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode):
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         raise RegionRefused("the descriptor is not a memfd")
     try:
         seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
@@ -95,11 +106,28 @@ def map_memory(descriptor: int, size_bytes: int) -> mmap.mmap:
         raise RegionRefused(f"the descriptor is not a memfd that takes seals: {error.strerror}") from error
     if not seals & _F_SEAL_SHRINK:
         raise RegionRefused("the memfd is not sealed against shrinking (F_SEAL_SHRINK)")
+    # st_blksize would be that of huge pages for ordinary memfds too, where the kernel may give them transparently.
+    if os.fstatvfs(descriptor).f_bsize != mmap.PAGESIZE:
+        raise RegionRefused(
+            "the memfd is made of reserved huge pages (MFD_HUGETLB), which its owner can take away in spite of its "
+            "seals; make it without that flag, and ask for huge pages with madvise(MADV_HUGEPAGE)"
+        )
     # From here on st_size can only grow: read it again, after the seal was seen.
-    actual_bytes = os.fstat(descriptor).st_size
-    if not 1 <= size_bytes <= min(actual_bytes, REGION_BYTES_MAX):
-        raise RegionRefused(f"{size_bytes} bytes were announced, the memfd has {actual_bytes}")
+    status = os.fstat(descriptor)
+    if not 1 <= size_bytes <= status.st_size:
+        raise RegionRefused(f"{size_bytes} bytes were announced, the memfd has {status.st_size}")
+    allocated_bytes = status.st_blocks * 512
+    if allocated_bytes < status.st_size * ALLOCATED_SHARE_MIN:
+        raise RegionRefused(
+            f"the memfd has pages for {allocated_bytes} of its {status.st_size} bytes: write to every page of it, or "
+            "call posix_fallocate, before offering it"
+        )
+    return OfferedMemory(descriptor, size_bytes, (status.st_dev, status.st_ino))
+
+
+def map_memory(offered: OfferedMemory) -> mmap.mmap:
+    """Maps checked memory for reading and writing. Raises RegionRefused. The descriptor may be closed afterwards."""
     try:
-        return mmap.mmap(descriptor, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
+        return mmap.mmap(offered.descriptor, offered.size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
     except (OSError, ValueError, OverflowError) as error:
         raise RegionRefused(f"the memfd cannot be mapped for reading and writing: {error}") from error

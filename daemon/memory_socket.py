@@ -6,15 +6,17 @@ import array
 import asyncio
 import contextlib
 import itertools
+import logging
 import os
 import socket
 from collections.abc import Callable
 
 import structlog
 
-from hicache.daemon.memory import Region, RegionRefused, map_memory
+from hicache.daemon.memory import Region, RegionRefused, check_memory, map_memory
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session, Sessions
+from hicache.notices import Notices
 from hicache.wire.protocol import (
     MEMORY_ACCEPTED,
     MEMORY_HELLO,
@@ -24,11 +26,14 @@ from hicache.wire.protocol import (
 )
 
 HANDSHAKE_TIMEOUT_S = 5.0
-CONNECTIONS_MAX = 1024  # attached regions included; further clients wait in the backlog
+STRANGERS_MAX = 64  # connections that have not said a whole hello; one more drops the oldest of them
+BACKLOG = 4096  # clients that have connected and are not accepted yet; for one more, connect fails at once
+REGIONS_MAX = 32_768  # mapped at a time, those of ended sessions included; more are refused
 ACCEPT_RETRY_S = 0.1
 
+_ACCEPT_BATCH = STRANGERS_MAX // 4
 _DISCARD_READS_MAX = 16
-_DESCRIPTORS_MAX = 4  # one is wanted: more are received only to be closed
+_DESCRIPTORS_MAX = 4  # of one connection; one is wanted: more are received only to be closed
 
 log = structlog.get_logger("hicache.daemon.memory")
 
@@ -50,8 +55,9 @@ class MemorySocket:
         self._unmap = unmap
         self._on_refusal = on_refusal
         self._region_ids = itertools.count(1)
-        self._room = asyncio.Semaphore(CONNECTIONS_MAX)
+        self._notices = Notices(logging.getLogger(__name__))
         self._connections: set[asyncio.Task[None]] = set()
+        self._strangers: dict[asyncio.Task[None], None] = {}  # those without a whole hello, oldest first
         self._accepting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -74,23 +80,37 @@ class MemorySocket:
         await asyncio.gather(*self._connections, return_exceptions=True)
 
     async def _accept(self) -> None:
-        loop = asyncio.get_running_loop()
-        while True:
-            await self._room.acquire()
+        for number in itertools.count(1):
             try:
-                connection, _ = await loop.sock_accept(self._listener)
+                connection, _ = self._listener.accept()  # not the loop's: cancelled late, that one loses a connection
+            except BlockingIOError:
+                await _readable(self._listener)
+                continue
             except OSError as error:  # out of descriptors, or the client has gone already: the next one may do better
-                self._room.release()
-                log.warning("memory socket cannot accept", reason=str(error))
+                self._notices.warning("accept", "the memory socket cannot accept: %s", error)
                 await asyncio.sleep(ACCEPT_RETRY_S)
                 continue
+            self._make_room_for_stranger()
             task = asyncio.create_task(self._serve(connection))
             self._connections.add(task)
+            self._strangers[task] = None
             task.add_done_callback(self._connection_done)
+            if number % _ACCEPT_BATCH == 0:
+                await asyncio.sleep(0)  # most hellos are there already: whoever said it is no stranger any more
+
+    def _make_room_for_stranger(self) -> None:
+        """Drops the oldest connection that has not said who it is, if there are too many. Honest ones speak at once."""
+        if len(self._strangers) < STRANGERS_MAX:
+            return
+        oldest = next(iter(self._strangers))
+        del self._strangers[oldest]
+        oldest.cancel()
+        self._on_refusal()
+        self._notices.warning("strangers", "more than %d memory connections without a hello", STRANGERS_MAX)
 
     def _connection_done(self, task: asyncio.Task[None]) -> None:
         self._connections.discard(task)
-        self._room.release()
+        self._strangers.pop(task, None)
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("memory connection failed", exc_info=error)
 
@@ -101,7 +121,7 @@ class MemorySocket:
                 session, region = await self._take_region(connection)
             except RegionRefused as refusal:
                 self._on_refusal()
-                log.warning("memory refused", reason=str(refusal))
+                self._notices.warning("refused", "memory refused: %s", refusal)
                 await _answer(connection, _refused(str(refusal)))
                 _discard_input(connection)
                 return
@@ -118,7 +138,7 @@ class MemorySocket:
                     # opposite, so the descriptor is left open: it closes with the process.
                     connection.detach()
             session.forget(region)
-            self._sessions.mapped.discard(region)
+            self._sessions.unmapped(region)
             log.debug("memory detached", session=session.session_id, region=region.region_id)
 
     async def _take_region(self, connection: socket.socket) -> tuple[Session, Region]:
@@ -127,6 +147,8 @@ class MemorySocket:
         try:
             async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
                 hello = await _receive_hello(connection, descriptors)
+            if (task := asyncio.current_task()) is not None:
+                self._strangers.pop(task, None)
             return self._attach(hello, descriptors)
         except TimeoutError as error:
             raise RegionRefused(f"no complete hello within {HANDSHAKE_TIMEOUT_S:g} s") from error
@@ -143,10 +165,17 @@ class MemorySocket:
         except Refusal as refusal:
             raise RegionRefused(str(refusal)) from refusal
         session.check_room_for_region()
-        mapping = map_memory(descriptors[0], size_bytes)
-        region = Region(next(self._region_ids), mapping, unmap=self._unmap)
-        session.attach(region)
-        self._sessions.mapped.add(region)
+        if len(self._sessions.mapped) >= REGIONS_MAX:
+            raise RegionRefused(f"hicached maps at most {REGIONS_MAX} regions")
+        offered = check_memory(descriptors[0], size_bytes)
+        charge = self._sessions.region_budget.charge(session.tenant.name, offered)
+        try:
+            region = Region(next(self._region_ids), map_memory(offered), unmap=self._unmap)
+            session.attach(region)
+        except BaseException:
+            self._sessions.region_budget.give_back(charge)
+            raise
+        self._sessions.mapped[region] = charge
         log.debug("memory attached", session=session.session_id, region=region.region_id, size_bytes=size_bytes)
         return session, region
 
@@ -172,7 +201,7 @@ async def _receive_hello(connection: socket.socket, descriptors: list[int]) -> b
         except OSError as error:
             raise RegionRefused(f"the connection broke: {error}") from error
         descriptors += _descriptors(ancillary)
-        if flags & socket.MSG_CTRUNC:
+        if flags & socket.MSG_CTRUNC or len(descriptors) > _DESCRIPTORS_MAX:
             raise RegionRefused("more descriptors came with the hello than the one memfd that is expected")
         if not part:
             raise RegionRefused(f"the connection ended after {len(received)} of {MEMORY_HELLO.size} bytes")

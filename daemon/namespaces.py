@@ -39,26 +39,10 @@ def read_descriptor(raw: bytes, digest: bytes) -> Descriptor:
     try:
         descriptor: Descriptor = _decoder.decode(raw)
         described = namespace_digest(descriptor)
-    except (msgspec.DecodeError, UnicodeError, UsageError) as error:
+    except (msgspec.DecodeError, UnicodeError, RecursionError, UsageError) as error:
         raise Refusal(RefusalCode.BAD_NAMESPACE, f"namespace_descriptor is not a map of fields: {error}") from error
     if described != digest:
         raise Refusal(RefusalCode.BAD_NAMESPACE, "namespace_descriptor does not have the digest namespace_digest")
-    return descriptor
-
-
-def _decode(raw: bytes) -> Descriptor:
-    try:
-        decoded = _decoder.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise Refusal(RefusalCode.BAD_NAMESPACE, f"namespace_descriptor is not a msgpack map: {error}") from error
-    descriptor: Descriptor = {}
-    for name, value in decoded.items():
-        if not isinstance(value, bool | int | str | bytes | None):
-            raise Refusal(
-                RefusalCode.BAD_NAMESPACE,
-                f"field {name!r} is a {type(value).__name__}: expected nil, bool, int, str or bin",
-            )
-        descriptor[name] = value
     return descriptor
 
 

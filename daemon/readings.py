@@ -59,7 +59,9 @@ def session_readings(sessions: Sessions) -> Iterator[Reading]:
     """What clients hold."""
     yield Reading("hicache_sessions", "Open sessions.", lambda: len(sessions))
     yield Reading("hicache_sessions_opened", "Sessions opened.", lambda: sessions.opened_count, is_counter=True)
-    yield Reading("hicache_inflight_bytes", "Payload that is being moved now.", lambda: sessions.budget.used_bytes)
+    yield Reading(
+        "hicache_inflight_bytes", "Payload that is being moved now.", lambda: sessions.budgets.total.used_bytes
+    )
     yield Reading("hicache_regions", "Memory regions of clients that are mapped.", lambda: len(sessions.mapped))
     yield Reading(
         "hicache_region_bytes",

@@ -8,22 +8,25 @@ import math
 import os
 import signal
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 import structlog
 
 from hicache.backends.open import open_store as open_backend_store
+from hicache.daemon.budget import InflightBudgets
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.control import Control
 from hicache.daemon.grpc_server import GrpcServer
 from hicache.daemon.hello import Hellos, Identity
 from hicache.daemon.http import HttpServer
-from hicache.daemon.memory_socket import MemorySocket
+from hicache.daemon.memory_socket import BACKLOG, MemorySocket
 from hicache.daemon.metrics import Metrics, Readings
 from hicache.daemon.notify import Ready, notify_systemd, remove_ready_file, write_ready_file
+from hicache.daemon.open_files import raise_open_files_limit
 from hicache.daemon.readings import StoreNumbers, StoreSnapshot, session_readings, store_readings, thread_readings
+from hicache.daemon.region_budget import RegionBudget
 from hicache.daemon.service import HiCachedService
 from hicache.daemon.sessions import Sessions
 from hicache.daemon.socket_lock import SocketLock, listen_unix
@@ -31,7 +34,7 @@ from hicache.daemon.storage import STUCK_S, Storage, Store
 from hicache.daemon.tenants import Tenants
 from hicache.daemon.transfers import Transfers
 from hicache.daemon.version import daemon_version
-from hicache.workers import QueueFull, Workers
+from hicache.workers import Job, QueueFull, Workers
 
 # A stop is over within 5 s: calls, sessions and regions get their share (grpc_server.py and here), the store what is
 # left of STOP_S, HTTP its moment after that. STOP_S_MAX ends the process if something takes longer all the same.
@@ -39,6 +42,8 @@ REGIONS_S = 0.3
 STORE_CLOSE_S_MIN = 0.5
 STOP_S = 4.0
 STOP_S_MAX = 4.7
+
+UNMAPS_MAX = 8192  # mappings that wait for the thread that unmaps them
 
 log = structlog.get_logger("hicache.daemon")
 
@@ -98,7 +103,7 @@ class Daemon:
         self._readiness = "recovering"
         opened = await self._recover()
         storage = self._start_storage(opened)
-        sessions = self._start_sessions(storage)
+        sessions = self._start_sessions(storage, tenants)
         listen = await self._start_grpc(opened, tenants, storage, sessions)
         return self._announce(Ready(pid=os.getpid(), socket=config.socket, listen=listen, http=http))
 
@@ -139,12 +144,34 @@ class Daemon:
         opening = Workers("hicached-recovery", threads=1, queue_max=1)
         job = opening.submit(partial(self._opener, self._config))
         try:
-            return await asyncio.wrap_future(job.future)
+            opened = await asyncio.wrap_future(job.future)
         except asyncio.CancelledError:
-            self._stopped_clean = False  # the thread goes on; the process ends without waiting for it
+            if not opening.withdraw(job):
+                self._stages.push_async_callback(self._close_overtaken, opening, job)
             raise
-        finally:
+        except BaseException:
             opening.close(timeout_s=0)
+            raise
+        opening.close(timeout_s=0)
+        return opened
+
+    async def _close_overtaken(self, opening: Workers, job: Job[OpenedStore]) -> None:
+        """A stop overtook the recovery: what it opens within the time of the stop is closed as after any other run.
+
+        A recovery that takes longer ends with the process, as with SIGKILL, which backends survive.
+        """
+        closing = asyncio.wrap_future(
+            opening.submit(partial(_close_opened, job)).future
+        )  # one thread: after the opening
+        left_s = max(STORE_CLOSE_S_MIN, self._stop_by - asyncio.get_running_loop().time())
+        done, _ = await asyncio.wait([closing], timeout=left_s)
+        opening.close(timeout_s=0)
+        if not done:
+            self._stopped_clean = False
+            log.warning("stopped in the middle of a recovery; the next start begins it again")
+        elif (error := closing.exception()) is not None:
+            self._stopped_clean = False
+            log.error("the storage was not closed cleanly", reason=str(error))
 
     def _start_storage(self, opened: OpenedStore) -> Storage:
         storage = Storage(opened.store, io_threads=self._config.io_threads, stuck_s=STUCK_S)
@@ -165,25 +192,29 @@ class Daemon:
             self._stopped_clean = False
             log.error("the storage did not stop in time; everything that was acknowledged is safe")
 
-    def _start_sessions(self, storage: Storage) -> Sessions:
+    def _start_sessions(self, storage: Storage, tenants: Tenants) -> Sessions:
         config = self._config
 
-        def release_lease(lease_id: int) -> None:
-            with contextlib.suppress(QueueFull):  # it runs out by itself
-                storage.control.submit(partial(storage.store.release, lease_id))
+        unmapping = Workers("hicached-unmap", threads=1, queue_max=UNMAPS_MAX)
+        self._stages.callback(unmapping.close, timeout_s=0)  # what is still mapped goes with the process
+
+        def release_leases(lease_ids: Sequence[int]) -> None:
+            with contextlib.suppress(QueueFull):  # they run out by themselves
+                storage.control.submit(partial(_release_all, storage.store, lease_ids))
 
         def unmap(close_mapping: Callable[[], None]) -> None:
             with contextlib.suppress(QueueFull):  # the collector unmaps it
-                storage.control.submit(close_mapping)
+                unmapping.submit(close_mapping)
 
         sessions = Sessions(
             sessions_max=config.sessions_max,
-            session_inflight_bytes_max=config.session_inflight_bytes_max,
-            inflight_bytes_max=config.inflight_bytes_max,
-            release_lease=release_lease,
+            tenant_sessions_max=config.tenant_sessions_max or _share(config.sessions_max, tenants),
+            budgets=_inflight_budgets(config, tenants),
+            region_budget=_region_budget(config, tenants),
+            release_leases=release_leases,
         )
         self.metrics.registry.register(Readings(session_readings(sessions)))
-        listener = listen_unix("socket", config.memory_socket, mode=config.socket_mode_bits)
+        listener = listen_unix("socket", config.memory_socket, mode=config.socket_mode_bits, backlog=BACKLOG)
         self._stages.callback(_remove, config.memory_socket)
         self._stages.callback(listener.close)
         memory_socket = MemorySocket(listener, sessions, unmap=unmap, on_refusal=self.metrics.region_refusals.inc)
@@ -198,7 +229,7 @@ class Daemon:
             hellos=Hellos(config, Identity(daemon_version(), opened.store_id), tenants, sessions),
             sessions=sessions,
             control=Control(storage, sessions, metrics, lease_ms_max=config.lease_ms_max),
-            transfers=Transfers(storage, metrics, chunk_bytes_ceiling=config.session_inflight_bytes_max),
+            transfers=Transfers(storage, metrics, chunk_bytes_ceiling=sessions.budgets.session_bytes),
             metrics=metrics,
         )
         server = GrpcServer(config, service, sessions)
@@ -221,6 +252,7 @@ async def serve(config: DaemonConfig, *, environment: Mapping[str, str]) -> bool
     """
     stop_wanted = asyncio.Event()
     _catch_signals(stop_wanted)
+    raise_open_files_limit()
     daemon = Daemon(config, environment=environment)
     starting = asyncio.ensure_future(daemon.start())
     waiting = asyncio.ensure_future(stop_wanted.wait())
@@ -238,6 +270,36 @@ async def serve(config: DaemonConfig, *, environment: Mapping[str, str]) -> bool
         stopped_clean = await daemon.stop()
     log.info("stopped", clean=stopped_clean)
     return stopped_clean
+
+
+def _close_opened(job: Job[OpenedStore]) -> None:
+    job.future.result().store.close()
+
+
+def _share(whole: int, tenants: Tenants) -> int:
+    """What one tenant may take of something, unless a setting says otherwise: where there are others, half."""
+    return whole if tenants.count == 1 else max(1, whole // 2)
+
+
+def _inflight_budgets(config: DaemonConfig, tenants: Tenants) -> InflightBudgets:
+    return InflightBudgets(
+        total_bytes=config.inflight_bytes_max,
+        tenant_bytes=max(_share(config.inflight_bytes_max, tenants), config.object_bytes_max),
+        session_bytes=config.session_inflight_bytes_max,
+    )
+
+
+def _region_budget(config: DaemonConfig, tenants: Tenants) -> RegionBudget:
+    regions_bytes_max = config.regions_bytes_max or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return RegionBudget(
+        regions_bytes_max=regions_bytes_max,
+        tenant_regions_bytes_max=config.tenant_regions_bytes_max or _share(regions_bytes_max, tenants),
+    )
+
+
+def _release_all(store: Store, lease_ids: Sequence[int]) -> None:
+    for lease_id in lease_ids:
+        store.release(lease_id)
 
 
 def _catch_signals(stop_wanted: asyncio.Event) -> None:

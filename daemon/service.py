@@ -8,10 +8,11 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from hicache.daemon.batches import read_keys, read_stream_get, read_transfer
+from hicache.daemon.batches import Batch, PackedKeys, read_keys, read_physical_keys, read_stream_get, read_transfer
 from hicache.daemon.calls import CallContext, Calls
 from hicache.daemon.config import DaemonConfig
-from hicache.daemon.control import Control
+from hicache.daemon.control import Control, Space
+from hicache.daemon.first_messages import FirstMessages
 from hicache.daemon.hello import Hellos
 from hicache.daemon.metrics import Metrics
 from hicache.daemon.refusals import Refusal
@@ -19,12 +20,10 @@ from hicache.daemon.sessions import Session as OpenSession
 from hicache.daemon.sessions import Sessions
 from hicache.daemon.streams import StreamReceiver, StreamSender
 from hicache.daemon.transfers import Transfers
+from hicache.daemon.turns import Turns
 from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.protocol import RefusalCode
-
-FIRST_MESSAGE_S = 5.0
-SILENT_STREAMS_MAX = 128
 
 
 class HiCachedService:
@@ -47,7 +46,9 @@ class HiCachedService:
         self._transfers = transfers
         self._metrics = metrics
         self._calls = Calls(metrics, call_timeout_s_max=config.call_timeout_s_max)
-        self._silent_count = 0
+        self._turns = Turns()
+        self._first_hellos = FirstMessages()  # apart from the frames: strangers who are silent on one hold up no other
+        self._first_frames = FirstMessages()
 
     async def wait_idle(self) -> None:
         """Returns when no call runs; the streams of sessions do not count."""
@@ -67,8 +68,12 @@ class HiCachedService:
     async def Lookup(self, request: pb.LookupRequest, context: CallContext) -> pb.LookupReply:
         """OK or ABSENT for each key, with a lease on those that are OK if the client wants one."""
         async with self._session_call("Lookup", request.session_secret, context) as (session, deadline):
-            keys = self._physical_keys(request.keys, request.key_bytes, session)
-            outcomes, lease_id = await self._control.lookup(session, keys, lease_ms=request.lease_ms, deadline=deadline)
+            keys = self._keys(request)
+            async with self._turns.one_of(session, keys.count, deadline=deadline):
+                physical = await self._turns.take(read_physical_keys(keys, session))
+                outcomes, lease_id = await self._control.lookup(
+                    session, physical, lease_ms=request.lease_ms, deadline=deadline
+                )
             self._metrics.count_items("Lookup", outcomes)
             return pb.LookupReply(outcomes=bytes(outcomes), lease_id=lease_id)
 
@@ -76,7 +81,7 @@ class HiCachedService:
         """Backend -> registered memory. DEADLINE for an item means that its bytes may still be written to."""
         async with self._session_call("Get", request.session_secret, context) as (session, deadline):
             region = session.region(request.region_id)
-            batch = read_transfer(request, session, region.size_bytes, self._config)
+            batch = await self._transfer(request, session, region.size_bytes, deadline=deadline)
             await self._transfers.get(session, region, batch.extents, batch.outcomes, deadline=deadline)
             return self._moved("Get", batch.outcomes, request.sizes)
 
@@ -84,14 +89,16 @@ class HiCachedService:
         """Registered memory -> backend. DEADLINE for an item means that its bytes may still be read."""
         async with self._session_call("Put", request.session_secret, context) as (session, deadline):
             region = session.region(request.region_id)
-            batch = read_transfer(request, session, region.size_bytes, self._config)
+            batch = await self._transfer(request, session, region.size_bytes, deadline=deadline)
             await self._transfers.put(session, region, batch.extents, batch.outcomes, deadline=deadline)
             return self._moved("Put", batch.outcomes, request.sizes)
 
     async def GetStream(self, request: pb.StreamGetRequest, context: CallContext) -> None:
         """Backend -> frames."""
         async with self._session_call("GetStream", request.session_secret, context) as (session, deadline):
-            batch = read_stream_get(request, session, self._config)
+            keys = self._keys(request)
+            async with self._turns.one_of(session, keys.count, deadline=deadline):
+                batch = await self._turns.take(read_stream_get(request, keys, session, self._config))
             sender = StreamSender(self._transfers, session, frame_bytes_max=self._config.frame_bytes_max)
             await sender.send_all(batch, context.write, deadline=deadline)
             self._moved("GetStream", batch.outcomes, request.sizes)
@@ -104,7 +111,7 @@ class HiCachedService:
             return message if isinstance(message, pb.Frame) else None
 
         async with self._calls.frame("PutStream", context) as deadline, asyncio.timeout_at(deadline):
-            first = await self._first_message(context)
+            first = await self._first_frames.next(context)
             if not isinstance(first, pb.Frame):
                 raise Refusal(RefusalCode.BAD_FRAME, "the stream ended before its first frame")
             session = self._sessions.find(first.session_secret)
@@ -116,8 +123,10 @@ class HiCachedService:
     async def Delete(self, request: pb.KeysRequest, context: CallContext) -> pb.TransferReply:
         """Drops objects of the session's tenant."""
         async with self._session_call("Delete", request.session_secret, context) as (session, deadline):
-            keys = self._physical_keys(request.keys, request.key_bytes, session)
-            outcomes = await self._control.delete(keys, deadline=deadline)
+            keys = self._keys(request)
+            async with self._turns.one_of(session, keys.count, deadline=deadline):
+                physical = await self._turns.take(read_physical_keys(keys, session))
+            outcomes = await self._control.delete(physical, deadline=deadline)
             self._metrics.count_items("Delete", outcomes)
             return pb.TransferReply(outcomes=bytes(outcomes))
 
@@ -130,20 +139,26 @@ class HiCachedService:
             return pb.LeaseReply(held=held)
 
     async def Stats(self, request: pb.StatsRequest, context: CallContext) -> pb.StatsReply:
-        """Space of the store and of the session's tenant."""
+        """Space of the store and of the session's tenant; of the tenant alone where there are others."""
         async with self._session_call("Stats", request.session_secret, context) as (session, deadline):
             space = await self._control.space(session.tenant.digest, deadline=deadline)
             if space is None:
                 raise TimeoutError
-            return pb.StatsReply(
-                capacity_bytes=space.usage.capacity_bytes,
-                used_bytes=space.usage.stored_bytes,
-                objects=space.usage.objects,
-                tenant_used_bytes=space.tenant_bytes,
-                tenant_objects=space.tenant_objects,
-                backend=self._config.backend,
-                sessions=len(self._sessions),
-            )
+            return self._stats(space, session)
+
+    def _stats(self, space: Space, session: OpenSession) -> pb.StatsReply:
+        """With several tenants every number is the asking one's own: what others do shows in none of them."""
+        shared = self._hellos.tenant_count > 1
+        own_sessions = [other for other in self._sessions if other.tenant == session.tenant]
+        return pb.StatsReply(
+            capacity_bytes=space.usage.capacity_bytes,
+            used_bytes=space.tenant_bytes if shared else space.usage.stored_bytes,
+            objects=space.tenant_objects if shared else space.usage.objects,
+            tenant_used_bytes=space.tenant_bytes,
+            tenant_objects=space.tenant_objects,
+            backend=self._config.backend,
+            sessions=len(own_sessions),
+        )
 
     @asynccontextmanager
     async def _session_call(
@@ -156,23 +171,10 @@ class HiCachedService:
 
     async def _read_hello(self, context: CallContext) -> pb.Hello:
         self._sessions.check_open()
-        message = await self._first_message(context)
+        message = await self._first_hellos.next(context)
         if not isinstance(message, pb.SessionRequest) or not message.HasField("hello"):
             raise Refusal(RefusalCode.MALFORMED, "the first message of a session must be a hello")
         return message.hello
-
-    async def _first_message(self, context: CallContext) -> object:
-        """The message that says who calls, or EOF. Streams of strangers who say nothing are few, and soon gone."""
-        if self._silent_count >= SILENT_STREAMS_MAX:
-            raise Refusal(RefusalCode.TOO_MANY_SESSIONS, f"{SILENT_STREAMS_MAX} streams have not sent anything yet")
-        self._silent_count += 1
-        try:
-            async with asyncio.timeout(FIRST_MESSAGE_S):
-                return await context.read()
-        except TimeoutError as error:
-            raise Refusal(RefusalCode.MALFORMED, f"nothing was sent within {FIRST_MESSAGE_S:g} s") from error
-        finally:
-            self._silent_count -= 1
 
     async def _until_end(self, context: CallContext) -> None:
         """Returns when the client half-closes. Raises Refusal when it says anything else, or when the daemon stops."""
@@ -187,8 +189,17 @@ class HiCachedService:
         if reading.done() and reading.result() is not grpc.aio.EOF:
             raise Refusal(RefusalCode.MALFORMED, "a session has one hello")
 
-    def _physical_keys(self, packed: bytes, key_bytes: int, session: OpenSession) -> list[bytes]:
-        return [session.physical_key(key) for key in read_keys(packed, key_bytes, self._config)]
+    def _keys(
+        self, request: pb.LookupRequest | pb.KeysRequest | pb.TransferRequest | pb.StreamGetRequest
+    ) -> PackedKeys:
+        return read_keys(request.keys, request.key_bytes, self._config)
+
+    async def _transfer(
+        self, request: pb.TransferRequest, session: OpenSession, region_bytes: int, *, deadline: float
+    ) -> Batch:
+        keys = self._keys(request)
+        async with self._turns.one_of(session, keys.count, deadline=deadline):
+            return await self._turns.take(read_transfer(request, keys, session, region_bytes, self._config))
 
     def _moved(self, method: str, outcomes: Sequence[Outcome], sizes: Sequence[int]) -> pb.TransferReply:
         """Counts what a transfer did, and answers it."""

@@ -6,15 +6,16 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 
 import structlog
 
-from hicache.daemon.budget import ByteBudget
+from hicache.daemon.budget import ByteBudget, InflightBudgets
 from hicache.daemon.memory import Region, RegionRefused
 from hicache.daemon.refusals import Refusal
+from hicache.daemon.region_budget import RegionBudget, RegionCharge
 from hicache.daemon.tenants import Tenant
 from hicache.tenancy import physical_key
 from hicache.wire.protocol import SECRET_BYTES, RefusalCode
@@ -37,6 +38,7 @@ class Session:
         self.ended = False
         self._regions: dict[int, Region] = {}
         self._lease_ends_s: dict[int, float] = {}
+        self.large_batch = asyncio.Lock()  # see turns.py
         self._calls = 0
 
     def physical_key(self, key: bytes) -> bytes:
@@ -97,6 +99,11 @@ class Session:
         """Remembers a lease, so that it ends with the session."""
         self._lease_ends_s[lease_id] = ends_s
 
+    def extend_lease(self, lease_id: int, ends_s: float) -> None:
+        """Notes a renewal that happened, or may have: a lease that was released meanwhile stays forgotten."""
+        if lease_id in self._lease_ends_s:
+            self._lease_ends_s[lease_id] = max(ends_s, self._lease_ends_s[lease_id])
+
     def owns_lease(self, lease_id: int) -> bool:
         """Whether the lease was taken by this session."""
         return lease_id in self._lease_ends_s
@@ -122,21 +129,24 @@ class Sessions:
         self,
         *,
         sessions_max: int,
-        session_inflight_bytes_max: int,
-        inflight_bytes_max: int,
-        release_lease: Callable[[int], None],
+        tenant_sessions_max: int,
+        budgets: InflightBudgets,
+        region_budget: RegionBudget,
+        release_leases: Callable[[Sequence[int]], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._by_secret: dict[bytes, Session] = {}
         self._ids = itertools.count(1)
         self._sessions_max = sessions_max
-        self._session_inflight_bytes_max = session_inflight_bytes_max
-        self.release_lease = release_lease
-        self.budget = ByteBudget(inflight_bytes_max)
+        self._tenant_sessions_max = tenant_sessions_max
+        self.region_budget = region_budget
+        self.release_leases = release_leases
+        self.budgets = budgets
         self.clock = clock
         self.opened_count = 0
         self.closing = asyncio.Event()
-        self.mapped: set[Region] = set()  # those of ended sessions too, while a transfer still touches them
+        # What is mapped, that of ended sessions too while a transfer still touches it, and how it is counted.
+        self.mapped: dict[Region, RegionCharge] = {}
         self._admitting = True
 
     def __len__(self) -> int:
@@ -164,9 +174,13 @@ class Sessions:
         self.check_open()
         if len(self._by_secret) >= self._sessions_max:
             raise Refusal(RefusalCode.TOO_MANY_SESSIONS, f"sessions_max is {self._sessions_max}")
+        if sum(1 for session in self if session.tenant == tenant) >= self._tenant_sessions_max:
+            raise Refusal(
+                RefusalCode.TOO_MANY_SESSIONS,
+                f"tenant_sessions_max is {self._tenant_sessions_max}: this tenant has so many sessions",
+            )
         secret = secrets.token_bytes(SECRET_BYTES)
-        budget = ByteBudget(self._session_inflight_bytes_max, parent=self.budget)
-        session = Session(next(self._ids), tenant, client_name, budget)
+        session = Session(next(self._ids), tenant, client_name, self.budgets.of_session(tenant))
         self._by_secret[_hashed(secret)] = session
         self.opened_count += 1
         log.info("session opened", session=session.session_id, tenant=tenant.name, client=client_name)
@@ -183,9 +197,14 @@ class Sessions:
     def end(self, session: Session, secret: bytes) -> None:
         """Frees what the session held: new calls are refused, regions go when their transfers end, leases at once."""
         self._by_secret.pop(_hashed(secret), None)
-        for lease_id in session.end():
-            self.release_lease(lease_id)
+        if leases := session.end():
+            self.release_leases(leases)
         log.info("session ended", session=session.session_id, tenant=session.tenant.name, client=session.client_name)
+
+    def unmapped(self, region: Region) -> None:
+        """Takes a region off the account: nothing touches it any more."""
+        if charge := self.mapped.pop(region, None):
+            self.region_budget.give_back(charge)
 
 
 def _hashed(secret: bytes) -> bytes:

@@ -81,13 +81,11 @@ class Storage:
         Raises TimeoutError after ``timeout_s``, QueueFull, or what ``work`` raises. Work that no thread has started by
         then never runs; where it was running, ``too_late`` gets its result in the thread, to undo it.
         """
-        job = self.control.submit(work)
-        try:
-            return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(job.future)), timeout_s)
-        except (TimeoutError, asyncio.CancelledError):
-            if not self.control.withdraw(job) and too_late is not None:
-                _when_late(job, too_late)
-            raise
+        return await _ask(self.control, work, timeout_s=timeout_s, too_late=too_late)
+
+    async def ask_bulk(self, work: Callable[[], T], *, timeout_s: float) -> T:
+        """As ``ask``, in a thread for transfers: for work that takes long, such as a chunk of deletes."""
+        return await _ask(self.bulk, work, timeout_s=timeout_s, too_late=None)
 
     async def is_alive(self) -> bool:
         """Whether the store answers a simple question at once, and some bulk thread is not stuck."""
@@ -114,6 +112,16 @@ class Storage:
             return False
         self.store.close()
         return True
+
+
+async def _ask(workers: Workers, work: Callable[[], T], *, timeout_s: float, too_late: Callable[[T], None] | None) -> T:
+    job = workers.submit(work)
+    try:
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(job.future)), timeout_s)
+    except (TimeoutError, asyncio.CancelledError):
+        if not workers.withdraw(job) and too_late is not None:
+            _when_late(job, too_late)
+        raise
 
 
 def _when_late(job: Job[T], too_late: Callable[[T], None]) -> None:

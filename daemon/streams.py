@@ -10,6 +10,7 @@ from hicache.backends.base import GetItem, PutItem
 from hicache.checksum import payload_checksum
 from hicache.daemon.batches import Batch, check_size
 from hicache.daemon.budget import Ticket
+from hicache.daemon.calls import REPLY_MARGIN_S_MAX
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session
@@ -22,6 +23,9 @@ from hicache.workers import QueueFull
 
 SendFrame = Callable[[pb.Frame], Awaitable[None]]
 NextFrame = Callable[[], Awaitable[pb.Frame | None]]  # None: the client has sent everything
+
+# How long a client may take to send, or to take, a frame: room that others wait for is held meanwhile.
+FRAME_S = 5.0
 
 
 @dataclass(slots=True)
@@ -46,7 +50,10 @@ class StreamSender:
     async def send_all(self, batch: Batch, send: SendFrame, *, deadline: float) -> None:
         """Sends every object or its outcome; fills in ``batch.outcomes``. A client that reads slowly slows only itself:
         no more than one chunk is in memory, and gRPC's flow control holds back the next one.
+
+        Raises TimeoutError when the client takes no frame for FRAME_S, or has not taken all soon after the deadline.
         """
+        send = _bounded(send, ends_at=deadline + REPLY_MARGIN_S_MAX)
         tried = {extent.index for extent in batch.extents}
         for index, outcome in enumerate(batch.outcomes):
             if index not in tried:
@@ -119,16 +126,30 @@ class StreamSender:
                 yield pb.Frame(index=index, payload=payload, last=True, checksum=entry.checksum)
 
 
+def _bounded(send: SendFrame, *, ends_at: float) -> SendFrame:
+    async def send_in_time(frame: pb.Frame) -> None:
+        async with asyncio.timeout_at(min(ends_at, asyncio.get_running_loop().time() + FRAME_S)):
+            await send(frame)
+
+    return send_in_time
+
+
 @dataclass(slots=True)
 class _Upload:
-    """An object that a client is sending. ``buffer`` is None where its bytes are thrown away."""
+    """An object that a client is sending.
+
+        [0, received) in ``buffer`` | [received, reserved) covered by ``ticket`` | [reserved, size) not asked for yet
+
+    ``buffer`` is None where its bytes are thrown away.
+    """
 
     index: int
     key: bytes
     size_bytes: int
     buffer: bytearray | None
-    ticket: Ticket | None
+    ticket: Ticket | None = None
     received_bytes: int = 0
+    reserved_bytes: int = 0
 
 
 class StreamReceiver:
@@ -152,13 +173,14 @@ class StreamReceiver:
     async def receive_all(self, first: pb.Frame, next_frame: NextFrame, *, deadline: float) -> list[Outcome]:
         """Outcomes by index. What was stored before one of these is raised stays stored.
 
-        Raises Refusal(BAD_FRAME or BATCH_TOO_LARGE), and TimeoutError at the deadline.
+        Raises Refusal(BAD_FRAME or BATCH_TOO_LARGE), and TimeoutError at the deadline. A client that sends nothing for
+        FRAME_S breaks the rules, too.
         """
         try:
             frame: pb.Frame | None = first
             while frame is not None:
                 await self._take(frame, deadline=deadline)
-                frame = await next_frame()
+                frame = await _within_patience(next_frame)
             if self._current is not None:
                 raise Refusal(RefusalCode.BAD_FRAME, f"the stream ended within object {self._current.index}")
             await self._flush(deadline=deadline)
@@ -174,7 +196,7 @@ class StreamReceiver:
                 f"a frame of {len(frame.payload)} bytes: frame_bytes_max is {self._config.frame_bytes_max}",
             )
         if self._current is None:
-            self._current = await self._begin(frame, deadline=deadline)
+            self._current = self._begin(frame)
         upload = self._current
         if frame.index != upload.index:
             raise Refusal(RefusalCode.BAD_FRAME, f"a frame of object {frame.index} within object {upload.index}")
@@ -182,13 +204,14 @@ class StreamReceiver:
         if end > upload.size_bytes or (frame.last and end != upload.size_bytes):
             raise Refusal(RefusalCode.BAD_FRAME, f"object {upload.index} has {end} bytes, not {upload.size_bytes}")
         if upload.buffer is not None:
-            upload.buffer[upload.received_bytes : end] = frame.payload
+            await self._reserve(upload, end, deadline=deadline)
+            upload.buffer += frame.payload
         upload.received_bytes = end
         if frame.last:
             self._current = None
             await self._finish(upload, frame.checksum, deadline=deadline)
 
-    async def _begin(self, frame: pb.Frame, *, deadline: float) -> _Upload:
+    def _begin(self, frame: pb.Frame) -> _Upload:
         index = len(self._outcomes)
         if frame.index != index or not 1 <= len(frame.key) <= KEY_BYTES_MAX:
             raise Refusal(
@@ -204,18 +227,32 @@ class StreamReceiver:
         problem = check_size(frame.size, self._config)
         if problem is not None:
             self._outcomes.append(problem)
-            return _Upload(index, frame.key, frame.size, buffer=None, ticket=None)
+            return _Upload(index, frame.key, frame.size, buffer=None)
         self._outcomes.append(Outcome.DEADLINE)
-        ticket = await self._acquire(frame.size, deadline=deadline)
-        return _Upload(index, frame.key, frame.size, bytearray(frame.size), ticket)
+        return _Upload(index, frame.key, frame.size, bytearray())
 
-    async def _acquire(self, size_bytes: int, *, deadline: float) -> Ticket:
-        """Room for one object. Never waits while it holds room: two uploads would wait for each other."""
-        ticket = self._session.budget.try_acquire(size_bytes)
+    async def _reserve(self, upload: _Upload, end: int, *, deadline: float) -> None:
+        """Room for ``[0, end)`` of an object at least: only what is sent takes room, not what is announced.
+
+        While there is room for one more object of any size beside it, just these bytes are taken. Otherwise all the
+        rest of the object is waited for. That never ends with uploads that wait for each other: what was taken without
+        waiting always left room for a whole object, so who is first in the line gets its rest, ends, and gives both
+        back. Objects that are complete are stored before the wait, so they hold up nobody.
+        """
+        if end <= upload.reserved_bytes:
+            return
+        budget = self._session.budget
+        spare_bytes = self._config.object_bytes_max
+        ticket = budget.try_acquire(end - upload.reserved_bytes, spare_bytes=spare_bytes)
         if ticket is None:
             await self._flush(deadline=deadline)
-            ticket = await self._session.budget.acquire(size_bytes, deadline=deadline)
-        return ticket
+            end = upload.size_bytes
+            ticket = await budget.acquire(end - upload.reserved_bytes, deadline=deadline)
+        upload.reserved_bytes = end
+        if upload.ticket is None:
+            upload.ticket = ticket
+        else:
+            upload.ticket.absorb(ticket)
 
     async def _finish(self, upload: _Upload, checksum: int, *, deadline: float) -> None:
         if upload.buffer is None:
@@ -262,6 +299,17 @@ class StreamReceiver:
     def _settle(self, batch: list[_Upload], outcomes: list[Outcome]) -> None:
         for upload, outcome in zip(batch, outcomes, strict=True):
             self._outcomes[upload.index] = outcome
+
+
+async def _within_patience(next_frame: NextFrame) -> pb.Frame | None:
+    patience = asyncio.timeout(FRAME_S)
+    try:
+        async with patience:
+            return await next_frame()
+    except TimeoutError as error:
+        if not patience.expired():
+            raise
+        raise Refusal(RefusalCode.BAD_FRAME, f"no frame came within {FRAME_S:g} s") from error
 
 
 def _drop(upload: _Upload) -> None:

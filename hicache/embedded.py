@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -18,6 +19,7 @@ from hicache.notices import Notices
 from hicache.outcome import Outcome
 from hicache.shared_memory import SharedMemory
 from hicache.tenancy import DEFAULT_TENANT, physical_key, tenant_digest
+from hicache.workers import Job, QueueFull, Workers
 
 if TYPE_CHECKING:
     from hicache.backends.store import ObjectStore
@@ -53,7 +55,8 @@ class EmbeddedL3:
     """An ``L3`` on an ObjectStore, which it owns. Thread-safe.
 
     The medium works in threads of this object: a caller gets its own thread back at the deadline, whatever the medium
-    does, and ``done`` when the thread that moves its bytes has ended. Calls above ``calls_max`` are UNAVAILABLE.
+    does, and ``done`` when the thread that moves its bytes has ended. Calls above ``calls_max`` are UNAVAILABLE, and so
+    are all calls of a forked child, which has none of these threads: the store stays its parent's.
     """
 
     def __init__(
@@ -72,8 +75,10 @@ class EmbeddedL3:
         self._lock = threading.Lock()
         self._calls = 0
         self._is_closed = False
-        self._lookups = ThreadPoolExecutor(1, thread_name_prefix="hicache-l3-lookup")
-        self._transfers = ThreadPoolExecutor(self._settings.io_threads, thread_name_prefix="hicache-l3-io")
+        self._pid = os.getpid()
+        queue_max = self._settings.calls_max
+        self._lookups = Workers("hicache-l3-lookup", threads=1, queue_max=queue_max)
+        self._transfers = Workers("hicache-l3-io", threads=self._settings.io_threads, queue_max=queue_max)
 
     @classmethod
     def open(
@@ -115,10 +120,12 @@ class EmbeddedL3:
             ),
         )
         try:
-            return work.result(max(0.0, timeout_s))
+            return work.future.result(max(0.0, timeout_s))
         except TimeoutError:
-            work.cancel()
+            self._lookups.withdraw(work)
             return [Outcome.DEADLINE] * len(names)
+        except CancelledError:
+            return [Outcome.CANCELLED] * len(names)
 
     def get(self, items: Sequence[L3Item], *, timeout_s: float, done: Done) -> None:
         """See ``L3.get``."""
@@ -129,19 +136,21 @@ class EmbeddedL3:
         self._transfer("put", items, self._put, timeout_s=timeout_s, done=done)
 
     def close(self) -> None:
-        """Cancel what waits, wait for what runs, and close the store. Idempotent.
+        """Cancel what waits, wait for what runs, and close the store. Idempotent, and nothing in a forked child.
 
         When the medium does not come back within ``close_timeout_s`` the store stays open, since closing it under a
         running call would be worse; ``done`` is then called when the medium does come back.
         """
+        if os.getpid() != self._pid:
+            return
         with self._lock:
             if self._is_closed:
                 return
             self._is_closed = True
         deadline_s = time.monotonic() + self._settings.close_timeout_s
-        for pool in (self._lookups, self._transfers):
-            pool.shutdown(wait=False, cancel_futures=True)
-        if all(_join(pool, deadline_s=deadline_s) for pool in (self._lookups, self._transfers)):
+        for workers in (self._lookups, self._transfers):
+            workers.close(timeout_s=0)  # nothing that waits is started while the others are waited for
+        if all(workers.close(timeout_s=deadline_s - time.monotonic()) for workers in (self._lookups, self._transfers)):
             self._store.close()
         else:
             self._notices.warning("close", "the embedded L3 still works and was left open")
@@ -177,9 +186,9 @@ class EmbeddedL3:
             finish([gave_up] * len(fitting) if work.cancelled() else work.result())
             ended.set()
 
-        work.add_done_callback(settle)
+        work.future.add_done_callback(settle)
         if not ended.wait(max(0.0, timeout_s)):
-            work.cancel()  # does nothing once it runs
+            self._transfers.withdraw(work)  # does nothing once it runs
 
     def _get(self, items: Sequence[L3Item]) -> list[Outcome]:
         with ExitStack() as views:
@@ -209,6 +218,8 @@ class EmbeddedL3:
 
     def _begin(self) -> Outcome | None:
         """Count a call in, or say why not."""
+        if os.getpid() != self._pid:
+            return Outcome.UNAVAILABLE
         with self._lock:
             if self._is_closed:
                 return Outcome.CANCELLED
@@ -217,15 +228,14 @@ class EmbeddedL3:
             self._calls += 1
             return None
 
-    def _submit(self, pool: ThreadPoolExecutor, work: Callable[[], list[Outcome]]) -> Future[list[Outcome]]:
+    def _submit(self, workers: Workers, work: Callable[[], list[Outcome]]) -> Job[list[Outcome]]:
         try:
-            future = pool.submit(work)
-        except RuntimeError:  # closed between the check and here
-            future = Future()
-            future.cancel()
-            future.set_running_or_notify_cancel()
-        future.add_done_callback(self._count_out)
-        return future
+            job = workers.submit(work)
+        except QueueFull:  # closed between the check and here: there is room for calls_max
+            job = Job(work, Future())
+            job.future.cancel()
+        job.future.add_done_callback(self._count_out)
+        return job
 
     def _count_out(self, work: Future[list[Outcome]]) -> None:
         with self._lock:
@@ -248,11 +258,3 @@ class EmbeddedL3:
             done(outcomes)
         except Exception:  # the caller's own mistake, in a thread that others need
             _log.exception("the done of an L3 %s raised", operation)
-
-
-def _join(pool: ThreadPoolExecutor, *, deadline_s: float) -> bool:
-    """Whether all threads of a pool that was shut down have ended by the deadline."""
-    waiter = threading.Thread(target=pool.shutdown, kwargs={"wait": True}, daemon=True)
-    waiter.start()
-    waiter.join(max(0.0, deadline_s - time.monotonic()))
-    return not waiter.is_alive()

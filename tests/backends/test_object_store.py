@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ import pytest
 from hicache.backends.base import Backend, GetItem, PutItem
 from hicache.backends.faulty import Fault, FaultKind, FaultyBackend
 from hicache.backends.file_store import FileBackend
+from hicache.backends.leases import Leases
 from hicache.backends.lmdb_store import LmdbBackend
 from hicache.backends.recency import TOUCH_INTERVAL_S
 from hicache.backends.store import ObjectStore
@@ -158,17 +159,63 @@ def test_an_expired_lease_holds_up_no_eviction(rig: Rig) -> None:
     assert rig.put(*range(100, 120)) == [Outcome.OK] * 20
 
 
-def test_when_everything_is_leased_a_put_finds_no_space_and_costs_nothing(rig: Rig) -> None:
+def test_leases_protect_half_of_the_store_and_the_rest_stays_for_puts(rig: Rig) -> None:
     fill(rig)
-    _, lease = rig.store.lookup([key(number) for number in range(90)], lease_s=10.0)
-    assert rig.put(*range(90, 100)) == [Outcome.OK] * 10  # from the high watermark to the capacity
-    _, other_lease = rig.store.lookup([key(number) for number in range(90, 100)], lease_s=10.0)
-    assert rig.put(100, 101) == [Outcome.NO_SPACE] * 2
-    assert rig.present(*range(102)) == list(range(100))
-    rig.store.release(other_lease)
-    assert rig.put(102) == [Outcome.OK]
-    assert rig.present(*range(90)) == list(range(90))
+    outcomes, lease = rig.store.lookup([key(number) for number in range(90)], lease_s=10.0)
+    assert outcomes == [Outcome.OK] * 90
+    assert rig.store.stats().leased_keys == 50
+    assert rig.store.lookup([key(number) for number in range(50, 90)], lease_s=10.0) == ([Outcome.OK] * 40, 0)
+    _, other_lease = rig.store.lookup([key(60), key(3)], lease_s=10.0)
+    assert other_lease != 0, "what is protected already costs nothing"
+    assert rig.put(*range(100, 200)) == [Outcome.OK] * 100
+    assert rig.present(*range(90)) == list(range(50)), "the first keys got the lease"
     rig.store.release(lease)
+    assert rig.store.stats().leased_keys == 1
+    rig.store.lookup([key(number) for number in range(150, 190)], lease_s=10.0)
+    assert rig.store.stats().leased_keys > 1, "what ends makes room for others"
+
+
+def test_an_object_larger_than_what_leases_leave_finds_no_space_and_costs_nothing_leased(rig: Rig) -> None:
+    fill(rig)
+    _, lease = rig.store.lookup([key(number) for number in range(50)], lease_s=10.0)
+    large = 60 * 64 * KIB - 4 * KIB
+    assert rig.put(500, size=large) == [Outcome.NO_SPACE]
+    assert rig.present(*range(50)) == list(range(50))
+    rig.store.release(lease)
+    assert rig.put(500, size=large) == [Outcome.OK]
+
+
+def test_leased_objects_are_examined_once_and_not_by_every_eviction(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    fill(rig)
+    rig.store.lookup([key(number) for number in range(50)], lease_s=10.0)
+    for number in range(50, 90):
+        rig.store.lookup([key(number)])  # now the leased ones are the oldest
+    examined: list[bytes] = []
+    is_leased = type(rig.store._leases).__contains__
+
+    def watched(held: Leases, name: object) -> bool:
+        assert isinstance(name, bytes)
+        examined.append(name)
+        return is_leased(held, name)
+
+    monkeypatch.setattr(Leases, "__contains__", watched)
+    rig.put(*range(100, 120))
+    assert len(examined) <= 50 + 30
+    examined.clear()
+    rig.put(*range(120, 140))
+    assert not {key(number) for number in range(50)} & set(examined)
+
+
+def test_an_eviction_looks_at_few_objects_under_the_lock_and_finds_what_is_behind_them(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hicache.backends.residents.EXAMINED_MAX", 7)
+    fill(rig)
+    rig.store.lookup([key(number) for number in range(50)], lease_s=10.0)
+    for number in range(50, 90):
+        rig.store.lookup([key(number)])
+    assert rig.put(*range(100, 110)) == [Outcome.OK] * 10
+    assert rig.present(*range(50)) == list(range(50))
 
 
 def test_no_lease_is_given_for_nothing(rig: Rig) -> None:
@@ -306,16 +353,100 @@ def test_br_061_a_restart_keeps_usage_tenants_and_the_order_of_use(rig: Rig) -> 
     assert rig.store.usage().stored_bytes <= CAPACITY_BYTES * 9 // 10
 
 
-def test_recency_is_written_by_puts_at_most_once_per_interval(rig: Rig) -> None:
+def test_recency_is_written_at_most_once_per_interval(rig: Rig) -> None:
     touched = Fault(FaultKind.DELAY)
     rig.faulty.arm("touch", touched)
     rig.put(1)
     rig.store.lookup([key(1)])
     rig.put(2)
-    assert not touched.entered.is_set()
-    rig.clock.now_s += TOUCH_INTERVAL_S
+    rig.clock.now_s += TOUCH_INTERVAL_S - 1
     rig.put(3)
-    assert touched.entered.is_set()
+    assert rig.store._touching.queued_count == 0
+    assert not touched.entered.is_set()
+    rig.clock.now_s += 1
+    rig.put(4)
+    assert touched.entered.wait(timeout=30)
+
+
+def test_gets_and_puts_do_not_wait_for_times_of_use(rig: Rig) -> None:
+    rig.put(1)
+    rig.store.lookup([key(1)])
+    stuck = rig.faulty.arm("touch", Fault(FaultKind.NEVER))
+    rig.clock.now_s += TOUCH_INTERVAL_S
+    assert rig.get(1) is Outcome.OK
+    assert stuck.entered.wait(timeout=30)
+    for number in range(10):
+        rig.clock.now_s += TOUCH_INTERVAL_S
+        assert rig.get(1) is Outcome.OK
+        assert rig.put(100 + number) == [Outcome.OK]
+    assert rig.store._touching.queued_count <= 1
+    rig.faulty.disarm()
+
+
+def test_a_close_does_not_wait_for_ever_for_times_of_use(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache.backends.store.TOUCH_CLOSE_S", 0.05)
+    rig.put(1)
+    rig.store.lookup([key(1)])
+    stuck = rig.faulty.arm("touch", Fault(FaultKind.NEVER))
+    rig.clock.now_s += TOUCH_INTERVAL_S
+    assert rig.get(1) is Outcome.OK
+    assert stuck.entered.wait(timeout=30)
+    rig.store.close()
+    rig.faulty.disarm()
+
+
+def test_times_of_use_are_written_in_bounded_calls_and_keep_their_order(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hicache.backends.store.TOUCH_KEYS_MAX", 4)
+    fill(rig, 10)
+    rig.clock.now_s = 4_000_000_000.0
+    rig.store.lookup([key(number) for number in range(10)])
+    calls: list[int] = []
+    touch = rig.faulty.touch
+
+    def watched(used: Sequence[tuple[bytes, float]]) -> None:
+        calls.append(len(used))
+        touch(used)
+
+    monkeypatch.setattr(rig.faulty, "touch", watched)
+    rig.store.persist_recency()
+    assert calls == [4, 4, 2]
+    told = sorted(rig.files.scan(), key=lambda stored: -stored.used_at_s)
+    assert [stored.key for stored in told] == [key(number) for number in range(10)]
+
+
+def test_an_object_dropped_while_others_are_put_is_forgotten(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    rig.put(1)
+    get_into = rig.faulty.get_into
+
+    def overtaken(items: Sequence[GetItem]) -> list[Outcome]:
+        assert rig.put(2) == [Outcome.OK]
+        return get_into(items)
+
+    rig.faulty.arm("get_into", Fault(FaultKind.WRONG_BYTES, times=1))
+    monkeypatch.setattr(rig.faulty, "get_into", overtaken)
+    assert rig.get(1) is Outcome.CORRUPT
+    assert rig.store.lookup([key(1), key(2)])[0] == [Outcome.ABSENT, Outcome.OK]
+    assert rig.put(1) == [Outcome.OK]
+
+
+def test_an_object_stored_anew_while_its_old_bytes_were_read_stays_known(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.put(1)
+    get_into = rig.faulty.get_into
+
+    def overtaken(items: Sequence[GetItem]) -> list[Outcome]:
+        outcomes = get_into(items)
+        rig.store.delete([key(1)])
+        assert rig.put(1) == [Outcome.OK]
+        return outcomes
+
+    rig.faulty.arm("get_into", Fault(FaultKind.WRONG_BYTES, times=1))
+    monkeypatch.setattr(rig.faulty, "get_into", overtaken)
+    assert rig.get(1) is Outcome.CORRUPT
+    assert rig.store.lookup([key(1)])[0] == [Outcome.OK]
 
 
 def test_a_corrupt_object_is_a_miss_forgotten_and_counted(rig: Rig) -> None:

@@ -93,9 +93,13 @@ class ObjectStoreMachine(RuleBasedStateMachine):
         found = {number for number, outcome in zip(numbers, outcomes, strict=True) if outcome is Outcome.OK}
         assert found <= self.stored
         assert self.leased() & set(numbers) <= found
-        assert (lease != 0) == (lease_s > 0 and bool(found))
         if lease:
-            self.leases[lease] = (found, self.now_s + lease_s)
+            protected = {number for number in found if name_of(number) in self.store._leases.keys(lease)}
+            self.leases[lease] = (protected, self.now_s + lease_s)
+        wanted = self.leased() | (found if lease_s > 0 else set())
+        assert sum(self.faulty.stored_bytes(SIZES[number]) for number in self.leased()) <= CAPACITY_BYTES // 2
+        if sum(self.faulty.stored_bytes(SIZES[number]) for number in wanted) <= CAPACITY_BYTES // 4:
+            assert self.leased() == wanted  # deleted objects that are leased still count, but so many are never out
 
     @rule(numbers=st.lists(NUMBERS, min_size=1, max_size=4))
     def delete(self, numbers: list[int]) -> None:

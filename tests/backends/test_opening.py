@@ -14,7 +14,8 @@ from hicache.backends.file_store import FileBackend
 from hicache.backends.lmdb_store import LmdbBackend
 from hicache.backends.lock import LOCK_NAME, DirectoryLock
 from hicache.backends.marker import MARKER_BYTES, MARKER_NAME, new_marker, read_marker, write_marker
-from hicache.backends.open import open_backend
+from hicache.backends.open import BACKEND_SCHEMES, open_backend, open_store
+from hicache.backends.space import free_bytes, total_bytes
 from hicache.errors import ConfigError, StorageInUse
 from hicache.outcome import Outcome
 from tests.backends.payloads import key, put
@@ -201,3 +202,21 @@ def test_br_086_a_disk_that_others_fill_costs_puts_and_nothing_else(tmp_path: Pa
     assert lines[:2] == ["refused capacity_bytes", "disk full 28"]
     assert int(lines[2].split()[1]) in stored
     assert lines[3:] == ["intact True", "deleted True", "reopened True", "again OK"]
+
+
+@pytest.mark.parametrize("scheme", BACKEND_SCHEMES)
+def test_a_floor_that_the_file_system_cannot_keep_is_refused_and_nothing_is_taken(tmp_path: Path, scheme: str) -> None:
+    floor_bytes = total_bytes(tmp_path)
+    free_before = free_bytes(tmp_path)
+    with pytest.raises(ConfigError, match="free_space_floor_bytes"):
+        open_store(
+            f"{scheme}://{tmp_path}/store",
+            capacity_bytes=64 << 20,
+            object_bytes_max=1 << 20,
+            free_space_floor_bytes=floor_bytes,
+        )
+    assert free_before - free_bytes(tmp_path) < 32 << 20  # others write there too
+    store = open_store(
+        f"{scheme}://{tmp_path}/store", capacity_bytes=16 << 20, object_bytes_max=1 << 20, free_space_floor_bytes=0
+    )
+    store.close()

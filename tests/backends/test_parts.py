@@ -128,6 +128,21 @@ def test_leases_of_one_key_are_counted() -> None:
     assert (len(held), held.key_count) == (0, 0)
 
 
+def test_leases_protect_so_many_bytes_the_first_keys_first_and_tell_what_they_free() -> None:
+    freed: list[bytes] = []
+    held = Leases(bytes_max=25, bytes_of=lambda name: 10, on_freed=freed.extend)
+    first = held.grant([key(1), key(2), key(3)], expires_at_s=10.0)
+    assert held.keys(first) == (key(1), key(2))
+    assert held.grant([key(3)], expires_at_s=10.0) == NO_LEASE
+    second = held.grant([key(3), key(2)], expires_at_s=20.0)
+    assert held.keys(second) == (key(2),), "what is leased already takes no more"
+    held.expire(now_s=10.0)
+    assert freed == [key(1)]
+    assert held.keys(held.grant([key(4), key(5)], expires_at_s=20.0)) == (key(4),)
+    held.expire(now_s=20.0)
+    assert freed == [key(1), key(2), key(4)]
+
+
 def test_a_lease_can_be_renewed_to_an_earlier_end() -> None:
     held = Leases()
     lease = held.grant([key(1)], expires_at_s=100.0)
@@ -169,6 +184,22 @@ def test_victims_end_when_all_that_is_left_is_kept() -> None:
     kept = {key(0), key(2), key(4)}
     victims = residents.take_victims(1000, count_max=99, stored_bytes=lambda size: size, is_kept=kept.__contains__)
     assert [name for name, _ in victims] == [key(1), key(3)]
+    assert not residents.has_candidates
+    assert [name in residents for name in sorted(kept)] == [True] * 3
+    assert (len(residents), residents.tenant_usage(TENANT), residents.size_bytes(key(4))) == (3, (30, 3), 10)
+    assert residents.refresh(key(2))
+    assert residents.discard(key(2)) == 10
+
+
+def test_what_was_set_aside_comes_back_as_the_most_recently_used_the_first_as_the_last() -> None:
+    residents = Residents(StoredObject(key(number), 10, used_at_s=float(number)) for number in range(4))
+    kept = {key(0), key(1)}
+    assert residents.take_victims(10, count_max=9, stored_bytes=lambda size: size, is_kept=kept.__contains__) == [
+        (key(2), 10)
+    ]
+    residents.put_back([key(0), key(1), key(7)])
+    victims = residents.take_victims(1000, count_max=9, stored_bytes=lambda size: size, is_kept=lambda name: False)
+    assert [name for name, _ in victims] == [key(3), key(1), key(0)]
 
 
 def test_pending_touches_keep_their_order_and_are_bounded() -> None:
@@ -178,13 +209,13 @@ def test_pending_touches_keep_their_order_and_are_bounded() -> None:
     touches.discard(key(3))
     assert not touches.is_due(now_s=TOUCH_INTERVAL_S - 1)
     assert touches.is_due(now_s=TOUCH_INTERVAL_S)
-    taken = touches.take(now_s=TOUCH_INTERVAL_S, wall_s=5e9)
+    taken = list(touches.take(now_s=TOUCH_INTERVAL_S, wall_s=5e9))
     assert [name for name, _ in taken] == [key(2), key(1)]
     assert taken[0][1] < taken[1][1] <= 5e9
     for number in range(TOUCHES_PENDING_MAX + 5):
         touches.add(number.to_bytes(4))
     assert touches.is_due(now_s=TOUCH_INTERVAL_S)
-    assert len(touches.take(now_s=TOUCH_INTERVAL_S, wall_s=5e9)) == TOUCHES_PENDING_MAX
+    assert len(list(touches.take(now_s=TOUCH_INTERVAL_S, wall_s=5e9))) == TOUCHES_PENDING_MAX
 
 
 def test_the_gate_lets_one_in_alone_only_when_the_others_have_left() -> None:

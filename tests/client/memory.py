@@ -13,7 +13,7 @@ class SmallMemory:
     def __init__(self, size_bytes: int = 1 << 20, *, is_sealed: bool = True) -> None:
         self.size_bytes = size_bytes
         self.fd: int | None = os.memfd_create("small-l2", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, size_bytes)
+        os.posix_fallocate(self.fd, 0, size_bytes)
         if is_sealed:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._mapping = mmap.mmap(self.fd, size_bytes)

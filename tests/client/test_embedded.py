@@ -43,6 +43,15 @@ class SlowStore(DictStore):
         return super().put(items)
 
 
+class SlowLookups(SlowStore):
+    """Stands still in every lookup, too."""
+
+    def lookup(self, keys: Sequence[bytes], *, lease_s: float = 0.0) -> tuple[list[Outcome], int]:
+        self.started.release()
+        self.release.wait(30)
+        return super().lookup(keys, lease_s=lease_s)
+
+
 class BrokenStore(DictStore):
     """Every call raises."""
 
@@ -147,6 +156,78 @@ def test_close_cancels_what_waits_and_leaves_a_store_open_that_still_works(memor
     assert running.wait() == [Outcome.OK]
     for caller in callers:
         caller.join()
+
+
+def test_a_lookup_that_waits_when_the_l3_is_closed_is_cancelled(memory: SmallMemory) -> None:
+    store = SlowLookups()
+    l3 = EmbeddedL3(store, memory=memory, settings=EmbeddedSettings(close_timeout_s=0.1))
+    outcomes: dict[int, list[Outcome]] = {}
+    callers = []
+    for number in range(2):
+        callers.append(
+            threading.Thread(
+                target=lambda number=number: outcomes.update({number: l3.lookup([key(1), key(2)], timeout_s=30)})
+            )
+        )
+        callers[-1].start()
+        if number == 0:
+            assert store.started.acquire(timeout=10)
+    wait_until(lambda: l3.calls_running == 2)
+    l3.close()
+    callers[1].join(timeout=30)
+    assert outcomes == {1: [Outcome.CANCELLED] * 2}
+    store.release.set()
+    callers[0].join(timeout=30)
+    assert outcomes[0] == [Outcome.ABSENT] * 2
+
+
+STUCK_AT_THE_END = """
+import threading
+from hicache.embedded import EmbeddedL3, EmbeddedSettings
+from hicache.l3 import L3Item
+from tests.client.memory import SmallMemory
+class Stuck:
+    def get_into(self, items): threading.Event().wait()
+    def close(self): pass
+l3 = EmbeddedL3(Stuck(), memory=SmallMemory(), settings=EmbeddedSettings(close_timeout_s=0.1))
+l3.get([L3Item(b"k", 0, 10)], timeout_s=0.1, done=print)
+l3.close()
+print("the end")
+"""
+
+
+def test_a_stuck_medium_does_not_keep_the_process_from_ending() -> None:
+    ended = subprocess.run([sys.executable, "-c", STUCK_AT_THE_END], capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, ended.stdout) == (0, "the end\n"), ended.stderr
+
+
+IN_A_CHILD = """
+import os
+from hicache.embedded import EmbeddedL3
+from hicache.l3 import L3Item
+from hicache.outcome import Outcome
+from tests.client.memory import SmallMemory
+from tests.client.test_contract import DictStore
+store = DictStore({})
+l3 = EmbeddedL3(store, memory=SmallMemory())
+l3._lock.acquire()  # as another thread may have it when the process forks
+child = os.fork()
+if child == 0:
+    told = []
+    l3.get([L3Item(b"k", 0, 10)], timeout_s=5, done=told.extend)
+    l3.put([L3Item(b"k", 0, 10)], timeout_s=5, done=told.extend)
+    told += l3.lookup([b"k"], timeout_s=5)
+    l3.close()
+    os._exit(0 if told == [Outcome.UNAVAILABLE] * 3 and not store.is_closed else 1)
+print(os.waitpid(child, 0)[1])
+l3._lock.release()
+l3.close()
+"""
+
+
+def test_a_forked_child_has_no_l3_and_closes_nothing_of_its_parent() -> None:
+    ended = subprocess.run([sys.executable, "-c", IN_A_CHILD], capture_output=True, text=True, timeout=30)
+    assert (ended.returncode, ended.stdout) == (0, "0\n"), ended.stderr
 
 
 def test_tenants_of_one_store_do_not_see_each_other(memory: SmallMemory) -> None:

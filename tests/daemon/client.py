@@ -68,7 +68,7 @@ class Memory:
     def __init__(self, size_bytes: int, *, seals: int = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW) -> None:
         self.size_bytes = size_bytes
         self.fd = os.memfd_create("test-l2", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        os.ftruncate(self.fd, size_bytes)
+        os.posix_fallocate(self.fd, 0, size_bytes)
         if seals:
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, seals)
         self.bytes = mmap.mmap(self.fd, size_bytes)

@@ -179,3 +179,9 @@ def test_printed_settings_are_read_back_to_equal_ones(tmp_path_factory: Any, tex
     )
     (folder / "c.toml").write_text(to_toml(before), encoding="utf-8")
     assert load_config(str(folder / "c.toml"), {}) == before
+
+
+@pytest.mark.parametrize("place", ["", "nowhere/ready.json"])
+def test_a_ready_file_that_cannot_be_written_is_refused_before_anything_is_opened(folder: Path, place: str) -> None:
+    with pytest.raises(ConfigError, match="ready_file"):
+        load(folder, ready_file=str(folder / place))

@@ -132,11 +132,10 @@ def test_a_session_that_says_something_else_than_hello_is_refused(daemon: Thread
             assert refusal_code(caught.value) == "MALFORMED"
 
 
-def test_streams_that_say_nothing_are_few_and_soon_gone(
+def test_streams_that_say_nothing_are_soon_gone(
     daemon: ThreadedDaemon, bystander: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hicache.daemon.service.SILENT_STREAMS_MAX", 2)
-    monkeypatch.setattr("hicache.daemon.service.FIRST_MESSAGE_S", 0.3)
+    monkeypatch.setattr("hicache.daemon.first_messages.FIRST_MESSAGE_S", 0.3)
     silence = threading.Event()
 
     def nothing() -> Iterator[pb.Frame]:
@@ -145,7 +144,6 @@ def test_streams_that_say_nothing_are_few_and_soon_gone(
 
     silent = [bystander.stub.PutStream.future(nothing(), timeout=CALL_S) for _ in range(2)]
     wait_until(lambda: daemon.metric("hicache_calls_active", method="PutStream") == 2, what="both are open")
-    assert refused_hello(daemon.target) == (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_SESSIONS")
     for call in silent:
         error = call.exception(CALL_S)
         assert isinstance(error, grpc.RpcError)
@@ -304,7 +302,7 @@ class TestMemorySocket:
 
     def test_a_memfd_that_cannot_be_written_is_refused(self, client: Client, bystander: Client) -> None:
         fd = os.memfd_create("read-only", os.MFD_ALLOW_SEALING)
-        os.ftruncate(fd, 4096)
+        os.posix_fallocate(fd, 0, 4096)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_WRITE)
         assert "mapped" in self.offer(client, fds=[fd], size_bytes=4096)
         os.close(fd)
