@@ -52,8 +52,8 @@ def open_backend(url: str, *, capacity_bytes: int, free_space_floor_bytes: int =
     """Open ``lmdb:///path`` or ``file:///path``, making the store when there is none, or join ``mooncake://host:port``.
 
     A Mooncake store has the capacity of its nodes. ``free_space_floor_bytes`` is what taking space must leave. Raises
-    ConfigError for anything that stops start-up (unknown scheme, foreign directory, no room), StorageInUse when another process, or this one, has it open, BackendError when
-    the store cannot be read.
+    ConfigError for anything that stops start-up (unknown scheme, foreign directory, no room), StorageInUse when another
+    process, or this one, has it open, BackendError when the store cannot be read.
     """
     if url.startswith(MOONCAKE_PREFIX):
         return _open_mooncake(url)
