@@ -31,10 +31,18 @@ class TraceRequest:
 def read_mooncake_trace(path: str | Path, *, limit: int | None = None) -> Iterator[TraceRequest]:
     """The first ``limit`` requests of a ``.jsonl`` or ``.jsonl.zst`` file.
 
-    Raises ConfigError for a file that is not there, and for a line that is not a request, with its number.
+    Raises ConfigError for a file that is not there or cannot be read as text, and for a line that is not a request,
+    with its number.
     """
     if not Path(path).is_file():
         raise ConfigError("trace", str(path), "a file: a Mooncake trace, .jsonl or .jsonl.zst")
+    try:
+        yield from _read(path, limit)
+    except (OSError, UnicodeDecodeError, zstandard.ZstdError) as error:
+        raise ConfigError("trace", str(path), f"a readable .jsonl or .jsonl.zst file in UTF-8 ({error})") from error
+
+
+def _read(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
     with open(path, "rb") as file:
         raw = (
             zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX).stream_reader(file)
@@ -55,12 +63,12 @@ def _parse(line: str, place: str) -> TraceRequest:
             int(fields["output_length"]),
             tuple(map(int, fields["hash_ids"])),
         )
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
         raise ConfigError(
             place, line.strip()[:80], "a JSON object with timestamp, input_length, output_length and hash_ids"
         ) from error
-    if not request.hash_ids or request.input_length < 1 or request.output_length < 0:
-        raise ConfigError(place, line.strip()[:80], "at least one input token and one block id")
+    if not request.hash_ids or min(request.hash_ids) < 0 or request.input_length < 1 or request.output_length < 0:
+        raise ConfigError(place, line.strip()[:80], "at least one input token and one block id, none of them negative")
     return request
 
 

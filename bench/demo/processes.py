@@ -13,12 +13,14 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from bench.demo.signals import deaf_children
 from bench.demo.worker import Tenant, WorkerSettings, run_worker
 from hicache.errors import HiCacheError
 
 START_TIMEOUT_S = 60.0
 STOP_TIMEOUT_S = 10.0
 ANSWER_TIMEOUT_S = 120.0
+LOG_TAIL_CHARS = 2000
 
 
 class DemoError(HiCacheError):
@@ -77,7 +79,7 @@ class Daemon:
 
     def log_tail(self) -> str:
         """The end of its log."""
-        return (self.folder / "hicached.log").read_text(errors="replace")[-2000:].strip()
+        return (self.folder / "hicached.log").read_text(errors="replace")[-LOG_TAIL_CHARS:].strip()
 
     def kill(self) -> None:
         """SIGKILL, in the middle of whatever it is doing."""
@@ -117,6 +119,14 @@ class Engine:
         self._settings = settings
         self._process: Any = None  # Any: a spawned process; its class depends on the start method
         self._connection: Connection | None = None
+        self._stores: Connection | None = None
+
+    @property
+    def stores(self) -> Connection:
+        """The pipe that tells of stores. Raises DemoError when the engine is not running."""
+        if self._stores is None:
+            raise DemoError(f"engine {self.number} is not running")
+        return self._stores
 
     @property
     def connection(self) -> Connection:
@@ -129,11 +139,14 @@ class Engine:
         """Start the process; ``await_ready`` follows."""
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
+        self._stores, told = context.Pipe(duplex=False)
         self._process = context.Process(
-            target=run_worker, args=(theirs, self._settings), name=f"engine-{self.number}", daemon=True
+            target=run_worker, args=(theirs, told, self._settings), name=f"engine-{self.number}", daemon=True
         )
-        self._process.start()
+        with deaf_children():
+            self._process.start()
         theirs.close()
+        told.close()
 
     def await_ready(self) -> None:
         """Wait until it serves. Raises DemoError."""
@@ -149,6 +162,7 @@ class Engine:
             if self.connection.poll(ANSWER_TIMEOUT_S):
                 return self.connection.recv()
         except (EOFError, OSError) as error:
+            self._process.join(STOP_TIMEOUT_S)
             raise DemoError(f"engine {self.number} has died (exit code {self._process.exitcode})") from error
         raise DemoError(f"engine {self.number} did not answer within {ANSWER_TIMEOUT_S:.0f} s")
 
@@ -160,10 +174,10 @@ class Engine:
     def kill(self) -> None:
         """SIGKILL."""
         if self._process is not None:
-            self._process.kill()
-            self._process.join()
-            self.connection.close()
-            self._process = self._connection = None
+            if self._process.pid is not None:  # else it was never started
+                self._process.kill()
+                self._process.join()
+            self._forget()
 
     def stop(self) -> None:
         """Let it end by itself, then make sure."""
@@ -173,4 +187,15 @@ class Engine:
             if self._process.is_alive():
                 self._process.kill()
                 self._process.join()
-            self._process = self._connection = None
+            self._forget()
+
+    def _forget(self) -> None:
+        self.connection.close()
+        self.stores.close()
+        self._process = self._connection = self._stores = None
+
+
+def log_tails(folder: Path) -> str:
+    """The end of each log in ``folder``, under its name."""
+    logs = sorted(folder.glob("*.log"))
+    return "\n".join(f"--- {log.name}\n{log.read_text(errors='replace')[-LOG_TAIL_CHARS:].strip()}" for log in logs)

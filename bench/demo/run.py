@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import secrets
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
@@ -12,9 +13,11 @@ from multiprocessing.connection import wait
 from pathlib import Path
 
 from bench.demo.processes import Daemon, DemoError, Engine
+from bench.demo.store_watch import StoreBegun
 from bench.demo.worker import (
     POISON,
     AwaitL3,
+    CountCutOff,
     Flush,
     Inspect,
     Inspection,
@@ -22,6 +25,7 @@ from bench.demo.worker import (
     Serve,
     Served,
     Tenant,
+    WatchStores,
     WorkerSettings,
 )
 from bench.demo.workload import TENANTS, Turn
@@ -33,6 +37,8 @@ REPLAYS = 8  # prompts that are served again after each event
 PROBES = 6  # prompts that another tenant asks for
 FLUSH_TIMEOUT_S = 30.0
 RECONNECT_TIMEOUT_S = 30.0
+STORE_TIMEOUT_S = 10.0  # until a burst of fresh prompts is being stored
+KILL_TRIES_MAX = 8  # kills of hicached until one meets a store half-way
 SCAN_CHUNK_BYTES = 16 * MIB
 
 
@@ -55,7 +61,8 @@ class Outcome:
     cross_tenant_control_hits: int = 0
     survived_engine_restart: bool = False
     survived_daemon_kill: bool = False
-    stores_cut_off: int = 0  # objects whose store was under way, or refused, while the daemon was dead
+    came_back_by_itself: bool = False
+    stores_cut_off: int = 0  # objects whose store had begun when hicached was killed, had no answer, and failed
     inspections: list[Inspection] = field(default_factory=list)
     poison_in_l3: int = 0
     samples_looked_for: int = 0
@@ -86,8 +93,17 @@ class Demo:
         self._serial = 0
         tenants = tuple(Tenant(name, secrets.token_hex(16), secrets.token_bytes(16)) for name in TENANTS)
         self._daemon = Daemon(folder, tenants, sizes.l3_bytes)
-        settings = WorkerSettings(self._daemon.address, tenants, sizes.l1_pages, sizes.l1_state_slots, sizes.l2_bytes)
-        self._engines = [Engine(number, settings) for number in range(ENGINES)]
+        self._engines = [Engine(number, self._settings(folder, number, sizes)) for number in range(ENGINES)]
+
+    def _settings(self, folder: Path, number: int, sizes: Sizes) -> WorkerSettings:
+        return WorkerSettings(
+            l3=self._daemon.address,
+            tenants=self._daemon.tenants,
+            l1_pages=sizes.l1_pages,
+            l1_state_slots=sizes.l1_state_slots,
+            l2_bytes=sizes.l2_bytes,
+            log_file=str(folder / f"engine-{number}.log"),
+        )
 
     def run(self) -> Outcome:
         """The whole demo. Raises DemoError when a process does not do what it should; leaves none behind."""
@@ -199,32 +215,74 @@ class Demo:
 
     def _kill_daemon(self) -> None:
         """SIGKILL hicached while it stores; serve without it; start it again: what it had must still be there."""
-        title = "SIGKILL of hicached in mid-store"
         writer, other = self._engines
         acknowledged = self._asked[-REPLAYS:]
         self._flush()
-        before = self._store_failures(writer)
-        fresh = [self._fresh_prompt(TENANTS[0]) for _ in range(3)]
-        outage = [self._serve(writer, fresh[0], title)]
-        self._daemon.kill()
-        outage += [self._serve(writer, asked, title) for asked in fresh[1:]]
-        outage += [self._serve(other, asked, title) for asked in acknowledged[:2]]
-        self._outcome.stores_cut_off = self._store_failures(writer) - before
+        fresh = self._kill_in_mid_store(writer)
+        away = [self._fresh_prompt(TENANTS[0]) for _ in range(2)]
+        outage = [self._serve(writer, asked, "without hicached") for asked in away]
+        outage += [self._serve(other, asked, "without hicached") for asked in acknowledged[:2]]
         self._daemon.start()
+        self._outcome.came_back_by_itself = self._serve_reconnected(writer, other)
         for engine in self._engines:
             engine.ask(Reset())
-            self._expect(engine, AwaitL3(RECONNECT_TIMEOUT_S), "a session with the new hicached")
+        self._await_sessions()
         back = self._replay(acknowledged, "after the restart of hicached")
-        self._replay(fresh, "what was cut off")
+        self._replay(fresh + away, "what was cut off")
         survived = _all_identical(outage) and _all_identical(back) and _tokens_from(back, "l3") > 0
         self._outcome.survived_daemon_kill = survived
 
-    def _store_failures(self, engine: Engine) -> int:
+    def _kill_in_mid_store(self, writer: Engine) -> list[_Asked]:
+        """Serve fresh prompts until a SIGKILL of hicached meets their store half-way; returns those prompts.
+
+        hicached is dead afterwards, also when no kill of a bounded number met a store: ``stores_cut_off`` is 0 then.
+        """
+        fresh: list[_Asked] = []
+        for number in range(KILL_TRIES_MAX):
+            if number:
+                self._daemon.start()
+                self._await_sessions()
+            fresh.append(self._fresh_prompt(TENANTS[0]))
+            writer.ask(WatchStores())
+            writer.send(Serve(fresh[-1].tenant, fresh[-1].prompt, fresh[-1].output_tokens))
+            killed_at_s = self._kill_at_store(writer)
+            self._note(writer.receive())
+            self._advance("SIGKILL of hicached in mid-store", 0)
+            writer.ask(Flush(FLUSH_TIMEOUT_S))  # every store that had begun has its answer then
+            self._outcome.stores_cut_off = writer.ask(CountCutOff(killed_at_s))
+            if self._outcome.stores_cut_off:
+                break
+        return fresh
+
+    def _kill_at_store(self, writer: Engine) -> float:
+        """SIGKILL hicached in the middle of the next store; returns the time.monotonic before it."""
+        if writer.stores.poll(STORE_TIMEOUT_S):
+            begun: StoreBegun = writer.stores.recv()
+            time.sleep(max(0.0, begun.halfway_s - time.monotonic()))
+        killed_at_s = time.monotonic()
+        self._daemon.kill()
+        return killed_at_s
+
+    def _serve_reconnected(self, writer: Engine, other: Engine) -> bool:
+        """Whether engines that lived through the outage store and find again, with nothing done to them."""
+        title = "hicached is back"
+        self._await_sessions(sessions_min=2)
+        stored_before = self._stored_count(writer)
+        asked = self._fresh_prompt(TENANTS[0])
+        written = self._serve(writer, asked, title)
+        self._flush()
+        stored_count = self._stored_count(writer) - stored_before
+        found = self._serve(other, asked, title)
+        return _all_identical([written, found]) and stored_count > 0 and found.by_source["l3"] > 0
+
+    def _await_sessions(self, *, sessions_min: int = 1) -> None:
+        for engine in self._engines:
+            self._expect(engine, AwaitL3(RECONNECT_TIMEOUT_S, sessions_min), "a session with the new hicached")
+
+    @staticmethod
+    def _stored_count(engine: Engine) -> int:
         inspection: Inspection = engine.ask(Inspect())
-        good = ("store.ok", "store.exists")
-        return sum(
-            count for name, count in inspection.objects.items() if name.startswith("store.") and name not in good
-        )
+        return inspection.objects.get("store.ok", 0)
 
     def _probe_isolation(self) -> None:
         """Another tenant asks for what one tenant stored: by its own token, and by its own salt on the same engine."""
@@ -238,10 +296,10 @@ class Demo:
             foreign = _Asked(stranger, asked.prompt, asked.output_tokens, asked.engine)
             probes = [self._serve(engine, foreign, title) for engine in self._engines[:1]]
             probes.append(self._serve(self._engines[0], asked, title, as_tenant=stranger))
-            self._outcome.cross_tenant_hits += sum(served.source != "computed" for served in probes)
+            self._outcome.cross_tenant_hits += sum(served.is_hit for served in probes)
         for asked in prompts:
             controls = [self._serve(engine, asked, "the owner asks") for engine in self._engines]
-            self._outcome.cross_tenant_control_hits += sum(served.source != "computed" for served in controls)
+            self._outcome.cross_tenant_control_hits += sum(served.is_hit for served in controls)
 
     def _fresh_prompt(self, tenant: str) -> _Asked:
         prompt = tuple(self._rng.randrange(TinyConfig().vocab) for _ in range(200))

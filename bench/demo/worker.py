@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -10,10 +12,12 @@ from typing import Any
 
 import torch
 
+from bench.demo.store_watch import StoreWatch
 from bench.tiny_engine import Busy, Generated, ScriptedDrafts, TinyEngine
 from bench.tiny_hybrid import TinyConfig, TinyHybrid
 from bench.tiny_reference import Reference, reference_generate, restored_differences
 from hicache.cache import HiCache, Request
+from hicache.client import ClientState, DaemonL3
 from hicache.policies.prefetch import PrefetchPolicy
 from hicache.spec import StateGroup
 
@@ -40,6 +44,7 @@ class WorkerSettings:
     l1_pages: int
     l1_state_slots: int
     l2_bytes: int
+    log_file: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +69,23 @@ class Served:
     recompute_ttft_s: float
     differences: tuple[str, ...]  # empty: same tokens, same bytes in every restored page and state
     sample: bytes = b""  # bytes of a restored state, to look for in L3
+    is_compared: bool = False  # whether tokens and restored bytes were really compared with the recompute
+
+    @property
+    def is_hit(self) -> bool:
+        """Whether anything at all was restored."""
+        return self._restored_tokens > 0
 
     @property
     def source(self) -> str:
-        """The farthest tier that something came from."""
+        """Where its time is counted: the farthest tier that something came from, if half of the prompt was restored."""
+        if 2 * self._restored_tokens < self.prompt_tokens:
+            return "computed"
         return next((tier for tier in ("l3", "l2", "l1") if self.by_source[tier]), "computed")
+
+    @property
+    def _restored_tokens(self) -> int:
+        return sum(tokens for source, tokens in self.by_source.items() if source != "computed")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +102,22 @@ class Reset:
 
 @dataclass(frozen=True, slots=True)
 class AwaitL3:
-    """Wait until every cache has a live session with hicached. Answers whether it has."""
+    """Wait until every cache has a live session with hicached, its ``sessions_min``-th at least. Answers whether so."""
 
     timeout_s: float
+    sessions_min: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class WatchStores:
+    """Tell of the next store through the second pipe, as a StoreBegun."""
+
+
+@dataclass(frozen=True, slots=True)
+class CountCutOff:
+    """Answers with the number of objects whose store was under way at ``moment_s`` of time.monotonic, and failed."""
+
+    moment_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +135,16 @@ class Inspection:
     poison_in_l2: int = 0
 
 
-def run_worker(connection: Connection, settings: WorkerSettings) -> None:
-    """The process's main function: answers each command, in order, until the pipe is closed."""
+def run_worker(connection: Connection, stores: Connection, settings: WorkerSettings) -> None:
+    """The process's main function: answers each command, in order, until the pipe is closed.
+
+    What it has to say goes to its log file, tracebacks and gRPC's lines too.
+    """
+    with open(settings.log_file, "ab") as log:
+        os.dup2(log.fileno(), 2)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     torch.set_num_threads(1)
-    with _Worker(settings) as worker:
+    with _Worker(settings, StoreWatch(stores)) as worker:
         connection.send("ready")
         while True:
             try:
@@ -119,8 +155,9 @@ def run_worker(connection: Connection, settings: WorkerSettings) -> None:
 
 
 class _Worker:
-    def __init__(self, settings: WorkerSettings) -> None:
+    def __init__(self, settings: WorkerSettings, store_watch: StoreWatch) -> None:
         self._settings = settings
+        self._store_watch = store_watch
         self._model = TinyHybrid(TinyConfig(), seed=MODEL_SEED)
         self._spec = self._model.spec()
         self._caches: dict[str, HiCache] = {}
@@ -144,8 +181,12 @@ class _Worker:
                 self._close()
                 self._open()
                 return None
-            case AwaitL3(timeout_s=timeout_s):
-                return _await(lambda: all(map(_is_connected, self._caches.values())), timeout_s)
+            case AwaitL3():
+                return _await(lambda: self._are_connected(command.sessions_min), command.timeout_s)
+            case WatchStores():
+                return self._store_watch.arm()
+            case CountCutOff(moment_s=moment_s):
+                return self._store_watch.cut_off_count(moment_s)
             case Inspect():
                 return self._inspect()
         raise AssertionError(f"unknown command {command!r}")
@@ -163,11 +204,16 @@ class _Worker:
                 prefetch=PrefetchPolicy(mode="timeout", base_s=2.0, hard_cap_s=5.0, threshold_tokens=32),
             )
             self._caches[tenant.name] = cache
+            assert cache.l3 is not None
+            self._store_watch.watch(cache.l3)
             self._engines[tenant.name] = TinyEngine(self._model, _PoisoningCache(cache))  # type: ignore[arg-type]
 
     def _close(self) -> None:
         for cache in self._caches.values():
             cache.close()
+
+    def _are_connected(self, sessions_min: int) -> bool:
+        return all(_is_connected(cache, sessions_min) for cache in self._caches.values())
 
     def _serve(self, command: Serve) -> Served:
         reference = reference_generate(self._model, command.prompt, command.output_tokens)
@@ -202,6 +248,7 @@ class _Worker:
             reference.ttft_s,
             tuple(differences),
             sample,
+            is_compared=generated.restored is not None,
         )
 
     def _inspect(self) -> Inspection:
@@ -248,9 +295,10 @@ class _PoisoningCache:
                 self._cache.l1.state[index][state_field.name][:, slot] = self._poison
 
 
-def _is_connected(cache: HiCache) -> bool:
-    status = getattr(cache.l3, "status", None)
-    return status is not None and status().state == "ready"
+def _is_connected(cache: HiCache, sessions_min: int) -> bool:
+    assert isinstance(cache.l3, DaemonL3)
+    status = cache.l3.status()
+    return status.state is ClientState.READY and status.sessions_opened >= sessions_min
 
 
 def _await(condition: Callable[[], bool], timeout_s: float) -> bool:

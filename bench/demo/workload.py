@@ -11,6 +11,8 @@ from bench.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest, prompt_of, read_mo
 from hicache.errors import ConfigError
 
 TENANTS = ("amber", "birch")
+LONG_PROMPT_TOKENS = 33  # two pages, and a token that is always computed
+LONG_PROMPTS_MIN = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,8 +59,14 @@ def trace_workload(path: str | Path, *, limit: int, scale: TraceScale, vocab: in
     """The first requests of a Mooncake trace. The second block tells the conversations, and so the tenants, apart."""
     requests = read_mooncake_trace(path, limit=limit)
     turns = list(_turns(requests, scale, vocab))
-    if not turns:
-        raise ConfigError("trace", str(path), "at least one request")
+    long_count = sum(len(turn.new_tokens) >= LONG_PROMPT_TOKENS for turn in turns)
+    if long_count < LONG_PROMPTS_MIN:
+        raise ConfigError(
+            "trace",
+            str(path),
+            f"at least {LONG_PROMPTS_MIN} requests with {LONG_PROMPT_TOKENS} or more prompt tokens after scaling, so"
+            f" that every tier has something to do; here are {long_count} among {len(turns)}",
+        )
     return turns
 
 

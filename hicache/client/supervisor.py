@@ -221,8 +221,7 @@ class Supervisor:
     def _tend(self, session: Session) -> None:
         """Look after the session until it is over."""
         while not self._is_closing:
-            self._register_if_due(session)
-            fault = session.fault or self._check(session)
+            fault = self._register_if_due(session) or session.fault or self._check(session)
             if fault is not None:
                 self._drop(session, fault)
             if self.session is not session:
@@ -237,6 +236,10 @@ class Supervisor:
             self._suspected = None
         if not is_suspect and time.monotonic() - session.answered_at_s < self._settings.heartbeat_s:
             return None
+        return self._ping(session)
+
+    def _ping(self, session: Session) -> Fault | None:
+        """Why the session is over; None when hicached answers and knows it."""
         fault = session.ping(timeout_s=self._settings.ping_timeout_s)
         return None if fault is None or (fault.is_answer and not is_session_lost(fault)) else fault
 
@@ -249,11 +252,12 @@ class Supervisor:
                 self._fault = fault
         self._notices.warning("lost", "L3 %s is gone (%s): going on without it", self._address.text, fault)
 
-    def _register_if_due(self, session: Session) -> None:
+    def _register_if_due(self, session: Session) -> Fault | None:
+        """Hand the memory over where it is time to. Returns why the session is over when that is what was found."""
         if session.link is not None or not session.can_share_memory or self._memory is None:
-            return
+            return None
         if time.monotonic() < self._register_at_s or self.watch.draining_count >= LINKS_DRAINING_MAX:
-            return
+            return None
         assert self._memory.fd is not None
         link = register(
             session.welcome.memory_socket,
@@ -263,8 +267,10 @@ class Supervisor:
             timeout_s=self._settings.connect_timeout_s,
         )
         if isinstance(link, NotRegistered):
-            self._note_not_registered(session, link)
-            return
+            fault = session.fault or self._ping(session)
+            if fault is None:
+                self._note_not_registered(session, link)
+            return fault
         self._register_backoff_s = self._settings.backoff_s
         self.watch.add(link)  # before the first transfer can doubt it
         with self._changed:
@@ -272,6 +278,7 @@ class Supervisor:
             session.link = link
             session.stream_reason = ""
             self._changed.notify_all()
+        return None
 
     def _note_not_registered(self, session: Session, refusal: NotRegistered) -> None:
         self._notices.warning("memory", "L3 goes through streams: %s", refusal.reason)

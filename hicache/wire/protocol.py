@@ -64,15 +64,21 @@ def pack_keys(keys: Sequence[bytes]) -> tuple[bytes, int]:
     return b"".join(keys), key_bytes
 
 
-def split_keys(packed: bytes, key_bytes: int) -> list[bytes]:
-    """The keys that ``pack_keys`` put together. Raises ValueError unless ``packed`` is whole keys of a legal length."""
+def count_keys(packed: bytes, key_bytes: int) -> int:
+    """How many keys ``pack_keys`` put together. Raises ValueError unless ``packed`` is whole keys of a legal length."""
     if not packed:
-        return []
+        return 0
     if not 1 <= key_bytes <= KEY_BYTES_MAX:
         raise ValueError(f"key_bytes is {key_bytes}: expected 1 to {KEY_BYTES_MAX}")
     if len(packed) % key_bytes:
         raise ValueError(f"{len(packed)} bytes are not whole keys of {key_bytes} bytes")
-    return [packed[start : start + key_bytes] for start in range(0, len(packed), key_bytes)]
+    return len(packed) // key_bytes
+
+
+def split_keys(packed: bytes, key_bytes: int) -> list[bytes]:
+    """The keys that ``pack_keys`` put together. Raises ValueError as ``count_keys``."""
+    count_keys(packed, key_bytes)
+    return [packed[start : start + key_bytes] for start in range(0, len(packed), max(key_bytes, 1))]
 
 
 def message_bytes_needed(*, batch_keys_max: int, frame_bytes_max: int) -> int:
@@ -89,6 +95,7 @@ def channel_options(*, keepalive_ms: int = 20_000) -> list[tuple[str, int]]:
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
         ("grpc.keepalive_time_ms", max(keepalive_ms, PING_INTERVAL_MS_MIN)),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # else a ping is waited for as long as 60 s
         ("grpc.http2.max_pings_without_data", 0),
     ]
 
@@ -101,6 +108,7 @@ def server_options(*, message_bytes_max: int, keepalive_ms: int) -> list[tuple[s
         ("grpc.max_send_message_length", message_bytes_max),
         ("grpc.keepalive_time_ms", keepalive_ms),
         ("grpc.keepalive_timeout_ms", KEEPALIVE_TIMEOUT_MS),
+        ("grpc.http2.ping_timeout_ms", KEEPALIVE_TIMEOUT_MS),  # else a ping is waited for as long as 60 s
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.http2.min_recv_ping_interval_without_data_ms", PING_INTERVAL_MS_MIN),

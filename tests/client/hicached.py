@@ -20,13 +20,19 @@ def token_of(number: int) -> str:
 
 
 class HicachedProcess:
-    """Started as often as a test wants, on the same socket and data. ``tcp`` adds a port of the loopback interface."""
+    """Started as often as a test wants, on the same socket and data. ``tcp`` adds a port of the loopback interface.
 
-    def __init__(self, folder: Path, *, backend: str = "lmdb", has_tenants: bool = False, tcp: bool = False) -> None:
+    ``settings`` are hicached's, and win over what is set here.
+    """
+
+    def __init__(
+        self, folder: Path, *, backend: str = "lmdb", has_tenants: bool = False, tcp: bool = False, **settings: object
+    ) -> None:
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
         self.address = f"unix://{folder}/hicached.sock"
         self.tcp_address = ""
+        self.http_address = ""
         self._flags = [
             f"--socket={folder}/hicached.sock",
             f"--path={folder}/store",
@@ -43,6 +49,7 @@ class HicachedProcess:
             self._flags.append(f"--tenants-file={folder}/tenants")
         if tcp:
             self._flags.append("--listen=127.0.0.1:0")
+        self._flags += [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
 
     def start(self) -> None:
         """Returns when it is ready."""
@@ -54,7 +61,8 @@ class HicachedProcess:
             )
         wait_until(self._is_ready_or_ended, timeout_s=60, what="the start of hicached")
         assert ready_file.exists(), (self._folder / "log").read_text()
-        listen = json.loads(ready_file.read_text())["listen"]
+        ready = json.loads(ready_file.read_text())
+        self.http_address, listen = ready["http"], ready["listen"]
         self.tcp_address = f"tcp://{listen}" if listen else ""
 
     def signal(self, number: signal.Signals) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import signal
+import subprocess
+import sys
 import threading
 import time
+import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -220,10 +224,11 @@ def test_a_hicached_killed_in_the_middle_of_transfers_gives_every_item_back_once
         for number in itertools.count():
             if is_over.is_set():
                 return
-            answers.append(Answer())
+            answer = Answer()
+            answers.append(answer)
             item = L3Item(key(thread * 1_000_000 + number), thread * SIZE, SIZE)
-            own_client.put([item], timeout_s=5, done=answers[-1])
-            answers[-1].wait()
+            own_client.put([item], timeout_s=5, done=answer)
+            answer.wait()
 
     threads = [threading.Thread(target=store_on_and_on, args=(thread,)) for thread in range(4)]
     for thread in threads:
@@ -248,3 +253,52 @@ def test_hicached_that_stops_in_good_order_lets_go_of_the_memory(
     own_client.close()
     assert time.monotonic() - started_s < 5
     assert own_client.status().items_in_doubt == 0
+
+
+IDLE_CLIENT = """
+import sys, time
+from hicache.client import DaemonL3
+from tests.client.memory import SmallMemory
+from tests.client.support import SPEC
+
+client = DaemonL3(sys.argv[1], spec=SPEC, memory=SmallMemory(), token=sys.argv[2])
+assert client.wait_ready(timeout_s=30), client.status()
+print(client.status().bulk, flush=True)
+time.sleep(600)
+"""
+
+
+def session_count(hicached: HicachedProcess) -> int:
+    with urllib.request.urlopen(f"http://{hicached.http_address}/metrics", timeout=10) as answer:
+        found = re.search(r"^hicache_sessions (\d+)", answer.read().decode(), re.MULTILINE)
+    assert found is not None
+    return int(found[1])
+
+
+@pytest.mark.timeout(120)
+def test_stopped_clients_lose_their_sessions_after_the_keepalive_and_a_live_one_does_not(
+    folder: Path, memory: SmallMemory
+) -> None:
+    hicached = HicachedProcess(folder, has_tenants=True, tcp=True, http="127.0.0.1:0", session_keepalive_s=5)
+    hicached.start()
+    addresses = (hicached.address, hicached.tcp_address)
+    clients = [
+        subprocess.Popen([sys.executable, "-c", IDLE_CLIENT, address, token_of(0)], stdout=subprocess.PIPE, text=True)
+        for address in addresses
+    ]
+    live = DaemonL3(hicached.address, spec=SPEC, memory=memory, token=token_of(0))
+    try:
+        assert live.wait_ready(timeout_s=10)
+        assert [client.stdout.readline().strip() for client in clients if client.stdout] == ["memory", "stream"]
+        assert session_count(hicached) == 3
+        for client in clients:
+            client.send_signal(signal.SIGSTOP)
+        # 5 s of silence and 10 s without an answer; gRPC's own bound of 60 s would be far beyond
+        wait_until(lambda: session_count(hicached) == 1, timeout_s=30, what="the end of the stopped clients' sessions")
+        assert live.status().sessions_opened == 1
+    finally:
+        live.close()
+        for client in clients:
+            client.kill()
+            client.communicate()
+        hicached.end()

@@ -6,7 +6,12 @@ import logging
 
 import pytest
 
+from hicache.client import supervisor
+from hicache.client.memory_link import NotRegistered
 from hicache.notices import NOTICE_KINDS_MAX, Notices
+from tests.client.conftest import ClientFactory
+from tests.client.small_daemon import SmallDaemon
+from tests.client.support import wait_until
 
 
 class Clock:
@@ -39,3 +44,24 @@ def test_kinds_without_end_do_not_grow_without_end(caplog: pytest.LogCaptureFixt
     for number in range(10 * NOTICE_KINDS_MAX):
         notices.warning(f"kind {number}", "something")
     assert len(caplog.records) == NOTICE_KINDS_MAX + 1
+
+
+@pytest.mark.parametrize("is_dying", [True, False])
+def test_memory_that_a_dying_hicached_refuses_is_not_called_a_stream(
+    is_dying: bool,
+    daemon: SmallDaemon,
+    new_client: ClientFactory,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    def refused(*_: object, **__: object) -> NotRegistered:
+        if is_dying:
+            daemon.stop()
+        return NotRegistered("Connection refused", is_lasting=False)
+
+    monkeypatch.setattr(supervisor, "register", refused)
+    caplog.set_level(logging.INFO)
+    new_client(daemon.address)
+    said = "is gone" if is_dying else "goes through streams: Connection refused"
+    wait_until(lambda: said in caplog.text)
+    assert ("goes through streams" in caplog.text) != is_dying

@@ -64,7 +64,7 @@ def test_a_line_that_is_no_request_is_named_by_its_number(write: Callable[[str],
 def test_a_missing_and_an_empty_trace_are_refused(write: Callable[[str], Path], tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="expected a file"):
         trace_workload(tmp_path / "nowhere", limit=3, scale=TraceScale(), vocab=512)
-    with pytest.raises(ConfigError, match="at least one request"):
+    with pytest.raises(ConfigError, match="at least 16 requests"):
         trace_workload(write(""), limit=3, scale=TraceScale(), vocab=512)
 
 
