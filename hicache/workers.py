@@ -35,7 +35,7 @@ class Job(Generic[T]):
 
 
 class Workers:
-    """A fixed number of threads over one bounded first-in first-out queue.
+    """A fixed number of threads, started with the first job, over one bounded first-in first-out queue.
 
     Differs from ThreadPoolExecutor where a daemon needs it: a withdrawn job leaves the queue at once, the queue has a
     bound, how long each thread has been busy can be asked, and threads that never come back are not joined at exit.
@@ -49,11 +49,8 @@ class Workers:
         self._closed = False
         self._changed = threading.Condition()
         self.thread_count = threads
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{name}-{index}", daemon=True) for index in range(threads)
-        ]
-        for thread in self._threads:
-            thread.start()
+        self._name = name
+        self._threads: list[threading.Thread] = []
 
     def submit(self, work: Callable[[], T]) -> Job[T]:
         """Queues ``work``. Raises QueueFull at the bound, or when closed."""
@@ -61,9 +58,19 @@ class Workers:
         with self._changed:
             if self._closed or len(self._queue) >= self._queue_max:
                 raise QueueFull
+            if not self._threads:
+                self._start()
             self._queue.append(job)  # type: ignore[arg-type]  # the queue only runs jobs: their result type is erased
             self._changed.notify()
         return job
+
+    def _start(self) -> None:
+        self._threads = [
+            threading.Thread(target=self._work, name=f"{self._name}-{index}", daemon=True)
+            for index in range(self.thread_count)
+        ]
+        for thread in self._threads:
+            thread.start()
 
     def withdraw(self, job: Job[T]) -> bool:
         """Takes a job back that no thread has started. False: it is running or done."""
