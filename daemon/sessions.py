@@ -57,11 +57,6 @@ class Session:
             self._calls -= 1
 
     @property
-    def call_count(self) -> int:
-        """Calls that run now."""
-        return self._calls
-
-    @property
     def regions(self) -> list[Region]:
         """Regions that are attached or still being detached."""
         return list(self._regions.values())

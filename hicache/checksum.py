@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import xxhash
 
 
@@ -15,11 +13,3 @@ def payload_checksum(key: bytes, payload: bytes | memoryview) -> int:
 def payload_hasher(key: bytes) -> xxhash.xxh3_64:
     """Fed with all bytes of a payload in order, its ``intdigest()`` is ``payload_checksum``."""
     return xxhash.xxh3_64(seed=xxhash.xxh3_64_intdigest(key))
-
-
-def payload_checksum_of_parts(key: bytes, parts: Iterable[bytes | memoryview]) -> int:
-    """The same value from consecutive parts, so that each can be hashed while it is in cache."""
-    digest = payload_hasher(key)
-    for part in parts:
-        digest.update(part)
-    return digest.intdigest()

@@ -6,9 +6,6 @@ HiCacheError
 ├── UsageError           the engine called the API in a way that would corrupt: refused before anything changed
 │   ├── HandleError      a released, stale or foreign handle was used
 │   └── StateNotCommitted  a snapshot was asked for where the state is not at a committed boundary
-├── L3Error              L3 did not do what was asked; the executor turns every one into a counted miss
-│   ├── L3Unavailable    unreachable, breaker open, deadline passed, connection lost
-│   └── L3Refused        hicached answered with a typed refusal (token, namespace, version, size, frame)
 └── BackendError         a backend cannot be opened or can no longer be used at all
     └── StorageInUse     another live process owns the directory or the socket
 """
@@ -44,23 +41,6 @@ class HandleError(UsageError):
 
 class StateNotCommitted(UsageError):
     """The live state is not at a committed page boundary, so no snapshot of it may exist."""
-
-
-class L3Error(HiCacheError):
-    """L3 did not do what was asked."""
-
-
-class L3Unavailable(L3Error):
-    """hicached cannot be reached, did not answer in time, or the circuit breaker is open."""
-
-
-class L3Refused(L3Error):
-    """hicached refused with a reason that will not change by trying again."""
-
-    def __init__(self, code: str, detail: str) -> None:
-        super().__init__(f"{code}: {detail}")
-        self.code = code
-        self.detail = detail
 
 
 class BackendError(HiCacheError):
