@@ -1,119 +1,360 @@
-"""The objects of a store in the order of their last use, with what each tenant has."""
+"""The objects of a store: how large each is, whose, when it was used last, and which are to go first."""
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
-from hicache.backends.base import StoredObject
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX, StoredObject, is_storable_key
+from hicache.backends.columns import Column
+from hicache.backends.key_rows import ROW_WORDS, by_length, key_of, row_of, width_of
+from hicache.backends.key_table import NO_SLOT, KeyTable, Slots
+from hicache.backends.victims import NEVER, SCAN_SLOTS, VictimQueue
 from hicache.tenancy import TENANT_BYTES
 
-EXAMINED_MAX = 4096  # by one take_victims, which runs under the lock of the store
+EXAMINED_MAX = 1024  # by one take_victims, which runs under the lock of the store
+LOADED_AT_ONCE = 1 << 16
+ONE_BY_ONE_MAX = 12  # so many keys are found faster one by one than together
+TENANT_QUEUES_MAX = 64  # of victims
+TICK_S = 2.0**-21  # between two uses: until 2106 a float64 of seconds since the epoch can tell them apart
+
+_IS_LONG = 1  # the key's table
+_IS_ASIDE = 2  # met by take_victims and not to go
+_IS_TOUCHED = 4  # used since its time was written to the medium
+
+
+class TenantUsage(NamedTuple):
+    """What one tenant has."""
+
+    payload_bytes: int
+    stored_bytes: int  # what that takes of the capacity
+    objects: int
 
 
 @dataclass(slots=True)
-class _TenantUse:
+class _Tenant:
+    number: int
     payload_bytes: int = 0
+    stored_bytes: int = 0
     objects: int = 0
+    aside: int = 0
 
 
 class Residents:
-    """An index from key to payload size. Not thread-safe.
+    """An index from keys to objects. Not thread-safe.
 
-    least recently used [ ... ] most recently used   |   set aside: met by ``take_victims`` and not to go now
+    Times are seconds of the wall clock. Each use gets a time of its own, later than all before, also where the clock
+    stands still or goes back; of a batch the first key counts as the most recently used. Memory follows the most
+    objects that there ever were: see docs/decisions/0014-residents-in-arrays.md for what one takes.
     """
 
-    def __init__(self, found: Iterable[StoredObject] = ()) -> None:
-        """Takes what ``Backend.scan`` tells, in any order."""
-        self._order: OrderedDict[bytes, int] = OrderedDict()
-        self._aside: dict[bytes, int] = {}
-        self._tenants: dict[bytes, _TenantUse] = {}
-        for stored in sorted(found, key=lambda stored: stored.used_at_s):
-            self.add(stored.key, stored.size_bytes)
+    def __init__(
+        self,
+        scanned: Iterable[StoredObject] = (),
+        *,
+        stored_bytes: Callable[[int], int],
+        now_s: float = math.inf,
+    ) -> None:
+        """Takes what ``Backend.scan`` tells, in any order; uses later than ``now_s`` count as ``now_s``.
+
+        ``stored_bytes`` is what an object of so many bytes takes of the capacity.
+        """
+        self._stored_bytes = stored_bytes
+        self._tables = tuple(KeyTable(width) for width in range(len(ROW_WORDS)))
+        self._sizes = Column(np.int64)
+        self._used = Column(np.float64)  # NEVER: free, or aside
+        self._owners = Column(np.uint32)
+        self._flags = Column(np.uint8)
+        self._used.cells[NO_SLOT] = NEVER
+        self._slot_end = NO_SLOT + 1  # slots from here on were never taken
+        self._free = array("I")
+        self._tenants: dict[bytes, _Tenant] = {}
+        self._owned: dict[int, _Tenant] = {}  # the same by number
+        self._last_number = 0
+        self._count = self._aside_count = 0
+        self._newest_s = -math.inf
+        self._queues: OrderedDict[int | None, VictimQueue] = OrderedDict()
+        stored = iter(scanned)
+        while chunk := list(islice(stored, LOADED_AT_ONCE)):
+            self.load(
+                [found.key for found in chunk],
+                [found.size_bytes for found in chunk],
+                [found.used_at_s for found in chunk],
+                now_s=now_s,
+            )
 
     def __contains__(self, key: object) -> bool:
-        return key in self._order or key in self._aside
+        return isinstance(key, bytes) and self._slot(key) != NO_SLOT
 
     def __len__(self) -> int:
-        return len(self._order) + len(self._aside)
+        return self._count
 
-    @property
-    def has_candidates(self) -> bool:
-        """Whether ``take_victims`` would look at anything."""
-        return bool(self._order)
+    def find(self, keys: Sequence[bytes], *, used_since_s: float = -math.inf) -> list[bool]:
+        """Which keys are there, those left out that were last used before ``used_since_s``."""
+        found: list[bool] = (self._since(self._find(keys), used_since_s) != NO_SLOT).tolist()
+        return found
 
-    def size_bytes(self, key: bytes) -> int:
-        """The payload size of an object that is there."""
-        size_bytes = self._order.get(key)
-        return self._aside[key] if size_bytes is None else size_bytes
+    def use(self, keys: Sequence[bytes], *, now_s: float, used_since_s: float = -math.inf) -> Slots:
+        """``find`` and ``refresh`` in one: the slots of those that were refreshed, NO_SLOT for the others.
 
-    def add(self, key: bytes, size_bytes: int) -> None:
-        """Add as the most recently used, or replace."""
+        A slot means its key until that is discarded.
+        """
+        slots = self._since(self._find(keys), used_since_s)
+        self._restamp(slots[slots != NO_SLOT], now_s)
+        return slots
+
+    def refresh(self, keys: Sequence[bytes], *, now_s: float) -> None:
+        """Count those that are there as used now."""
+        self.use(keys, now_s=now_s)
+
+    def size_bytes(self, key: bytes) -> int | None:
+        """The payload size; None when it is not there."""
+        slot = self._slot(key)
+        return None if slot == NO_SLOT else self._sizes.cells[slot]
+
+    def add(self, key: bytes, size_bytes: int, *, now_s: float) -> None:
+        """Add as the most recently used, or replace. Raises ValueError for a key that no backend stores."""
+        if not is_storable_key(key):
+            raise ValueError(f"a key has 1 to {PHYSICAL_KEY_BYTES_MAX} bytes, not {len(key)}")
         self.discard(key)
-        self._order[key] = size_bytes
-        use = self._tenants.setdefault(key[:TENANT_BYTES], _TenantUse())
-        use.payload_bytes += size_bytes
-        use.objects += 1
+        slot = self._free.pop() if self._free else self._new_slots(1)
+        width = width_of(len(key))
+        tenant = self._tenant(key[:TENANT_BYTES])
+        self._tables[width].insert_one(row_of(key), slot)
+        self._newest_s = self._next_time(now_s)
+        self._sizes.cells[slot] = size_bytes
+        self._used.cells[slot] = self._newest_s
+        self._owners.cells[slot] = tenant.number
+        self._flags.cells[slot] = _IS_LONG if width else 0
+        self._count += 1
+        tenant.objects += 1
+        tenant.payload_bytes += size_bytes
+        tenant.stored_bytes += self._stored_bytes(size_bytes)
 
     def discard(self, key: bytes) -> int | None:
         """Remove; returns the payload size, None when it was not there."""
-        size_bytes = self._order.pop(key, None)
-        if size_bytes is None:
-            size_bytes = self._aside.pop(key, None)
-        if size_bytes is None:
+        if not is_storable_key(key):
             return None
-        tenant = key[:TENANT_BYTES]
-        use = self._tenants[tenant]
-        use.payload_bytes -= size_bytes
-        use.objects -= 1
-        if use.objects == 0:
-            del self._tenants[tenant]
+        slot = self._tables[width_of(len(key))].remove_one(row_of(key))
+        if slot == NO_SLOT:
+            return None
+        digest = key[:TENANT_BYTES]
+        tenant = self._tenants[digest]
+        size_bytes: int = self._sizes.cells[slot]
+        if self._flags.cells[slot] & _IS_ASIDE:
+            self._aside_count -= 1
+            tenant.aside -= 1
+        self._used.cells[slot] = NEVER
+        self._flags.cells[slot] = 0
+        self._free.append(slot)
+        self._count -= 1
+        tenant.objects -= 1
+        tenant.payload_bytes -= size_bytes
+        tenant.stored_bytes -= self._stored_bytes(size_bytes)
+        if tenant.objects == 0:
+            del self._tenants[digest], self._owned[tenant.number]
+            self._queues.pop(tenant.number, None)
         return size_bytes
 
-    def refresh(self, key: bytes) -> bool:
-        """Make it the most recently used; False when it is not there."""
-        if key in self._order:
-            self._order.move_to_end(key)
-            return True
-        return key in self._aside
+    def load(
+        self, keys: Sequence[bytes], sizes_bytes: ArrayLike, used_at_s: ArrayLike, *, now_s: float = math.inf
+    ) -> None:
+        """Add many objects at once, before anything is used: one time and one size for each key.
 
-    def put_back(self, keys: Sequence[bytes]) -> None:
-        """What kept these has ended: those set aside are now the most recently used, the first as the last."""
-        for key in reversed(keys):
-            size_bytes = self._aside.pop(key, None)
-            if size_bytes is not None:
-                self._order[key] = size_bytes
+        Keys that are there are passed over; times later than ``now_s`` count as ``now_s``.
+        """
+        sizes = np.asarray(sizes_bytes, dtype=np.int64)
+        times = np.minimum(np.nan_to_num(np.asarray(used_at_s, dtype=np.float64), posinf=0.0, neginf=0.0), now_s)
+        fresh = np.flatnonzero(self._is_new(keys))
+        if len(fresh) < len(keys):
+            keys, sizes, times = [keys[place] for place in fresh.tolist()], sizes[fresh], times[fresh]
+        if not keys:
+            return
+        first = self._new_slots(len(keys))
+        slots = np.arange(first, first + len(keys))
+        owners = self._load_tenants([key[:TENANT_BYTES] for key in keys], sizes)
+        self._sizes.array[slots] = sizes
+        self._used.array[slots] = times
+        self._owners.array[slots] = owners
+        for places, packed in by_length(keys):
+            self._tables[packed.width].insert(packed.rows(), slots[places])
+            self._flags.array[slots[places]] = _IS_LONG if packed.width else 0
+        self._count += len(keys)
+        self._newest_s = max(self._newest_s, float(times.max()))
+
+    def _is_new(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
+        is_new: NDArray[np.bool_] = self._find(keys) == NO_SLOT
+        if len(set(keys)) < len(keys):
+            seen: set[bytes] = set()
+            for place, key in enumerate(keys):
+                is_new[place] &= key not in seen
+                seen.add(key)
+        return is_new
+
+    def _load_tenants(self, digests: list[bytes], sizes: NDArray[np.int64]) -> NDArray[np.uint32]:
+        """Counts objects for their tenants, and returns the tenants' numbers."""
+        numbers = {digest: self._tenant(digest).number for digest in set(digests)}
+        owners = np.array([numbers[digest] for digest in digests], dtype=np.uint32)
+        distinct, size_places = np.unique(sizes, return_inverse=True)
+        stored = np.array([self._stored_bytes(size) for size in distinct.tolist()], dtype=np.int64)[size_places]
+        for digest, number in numbers.items():
+            is_own = owners == number
+            tenant = self._tenants[digest]
+            tenant.objects += int(is_own.sum())
+            tenant.payload_bytes += int(sizes[is_own].sum())
+            tenant.stored_bytes += int(stored[is_own].sum())
+        return owners
 
     def take_victims(
-        self, enough_bytes: int, *, count_max: int, stored_bytes: Callable[[int], int], is_kept: Callable[[bytes], bool]
-    ) -> list[tuple[bytes, int]]:
+        self,
+        enough_bytes: float,
+        *,
+        count_max: int,
+        is_kept: Callable[[bytes], bool],
+        tenant: bytes | None = None,
+        used_before_s: float = math.inf,
+    ) -> list[tuple[bytes, int]] | None:
         """Remove the least recently used that together store ``enough_bytes``, ``count_max`` at most.
 
-        Those that are kept are set aside until ``put_back``, so that they are met once and not again by every call.
-        Looks at EXAMINED_MAX at most: with no victims and ``has_candidates``, ask again. Returns keys and payload
-        sizes.
+        Only those of ``tenant`` where one is given, and only those last used before ``used_before_s``. Those that are
+        kept are set aside until ``put_back`` or their next use, so that they are met once and not again by every call.
+        Returns keys and payload sizes. A call looks at a bounded part: while that is not enough, ask again, also after
+        None, which means that this part had none; an empty list means that there is none.
         """
+        owned = self._tenants.get(tenant) if tenant is not None else None
+        if tenant is not None and owned is None:
+            return []
+        candidates = self._count - self._aside_count if owned is None else owned.objects - owned.aside
+        if candidates == 0 or count_max <= 0 or enough_bytes <= 0:
+            return []
+        queue = self._queue(None if owned is None else owned.number)
+        if not queue.is_ready():
+            taken = slice(self._slot_end)
+            is_complete = queue.scan(
+                self._used.array[taken], self._owners.array[taken], newest_s=self._newest_s, count=candidates
+            )
+            if not is_complete or not queue.is_ready():
+                return None
         victims: list[tuple[bytes, int]] = []
-        freed_bytes = 0
-        for _ in range(min(len(self._order), EXAMINED_MAX)):
-            if freed_bytes >= enough_bytes or len(victims) >= count_max:
+        freed_bytes, is_last = 0, False
+        slots, times, ends, entries = queue.head(self._used.array, EXAMINED_MAX)
+        for slot, used_at_s, end in zip(slots.tolist(), times.tolist(), ends.tolist(), strict=True):
+            if is_last := used_at_s >= used_before_s:
+                entries = end - 1
                 break
-            key = next(iter(self._order))
+            key = self._key(slot)
             if is_kept(key):
-                self._aside[key] = self._order.pop(key)
+                self._set_aside(slot)
                 continue
             size_bytes = self.discard(key)
             assert size_bytes is not None
             victims.append((key, size_bytes))
-            freed_bytes += stored_bytes(size_bytes)
-        return victims
+            freed_bytes += self._stored_bytes(size_bytes)
+            if is_last := freed_bytes >= enough_bytes or len(victims) >= count_max:
+                entries = end
+                break
+        queue.drop(entries)
+        return victims if victims or is_last else None
 
-    def tenant_usage(self, tenant: bytes) -> tuple[int, int]:
-        """Payload bytes and objects of one tenant."""
-        use = self._tenants.get(tenant, _TenantUse())
-        return use.payload_bytes, use.objects
+    def put_back(self, keys: Sequence[bytes]) -> None:
+        """What kept these has ended: those set aside are now the most recently used, the first as the last."""
+        slots = self._find(keys)
+        self._restamp(slots[(self._flags.array[slots] & _IS_ASIDE) != 0], self._newest_s)
+
+    def take_touched(self, start: int, *, count_max: int) -> tuple[list[tuple[bytes, float]], int | None]:
+        """Keys used since they were taken here last, with their times, ``count_max`` at most.
+
+        Looks from ``start`` on, 0 at first, and at SCAN_SLOTS slots. Returns where to go on, None at the end.
+        """
+        flags = self._flags.array[start : min(start + SCAN_SLOTS, self._slot_end)]
+        touched = np.flatnonzero(flags & _IS_TOUCHED)[:count_max]
+        flags[touched] &= ~np.uint8(_IS_TOUCHED)
+        slots = (touched + start).tolist()
+        taken = [(self._key(slot), min(self._used.cells[slot], self._newest_s)) for slot in slots]
+        end = slots[-1] + 1 if len(slots) == count_max else start + len(flags)
+        return taken, end if end < self._slot_end else None
+
+    def tenant_usage(self, tenant: bytes) -> TenantUsage:
+        """What one tenant has."""
+        owned = self._tenants.get(tenant)
+        return TenantUsage(owned.payload_bytes, owned.stored_bytes, owned.objects) if owned else TenantUsage(0, 0, 0)
 
     def tenants(self) -> list[bytes]:
         """Tenants that have objects."""
         return list(self._tenants)
+
+    def _find(self, keys: Sequence[bytes]) -> Slots:
+        if len(keys) <= ONE_BY_ONE_MAX:
+            return np.array([self._slot(key) for key in keys], dtype=np.int64)
+        groups = by_length(keys)
+        if len(groups) == 1 and isinstance(groups[0][0], slice):
+            return self._tables[groups[0][1].width].find(groups[0][1].rows())
+        slots = np.zeros(len(keys), dtype=np.int64)
+        for places, packed in groups:
+            slots[places] = self._tables[packed.width].find(packed.rows())
+        return slots
+
+    def _slot(self, key: bytes) -> int:
+        return self._tables[width_of(len(key))].find_one(row_of(key)) if is_storable_key(key) else NO_SLOT
+
+    def _key(self, slot: int) -> bytes:
+        return key_of(self._tables[self._flags.cells[slot] & _IS_LONG].row(slot))
+
+    def _new_slots(self, count: int) -> int:
+        """The first of so many that follow each other and were never taken."""
+        first, self._slot_end = self._slot_end, self._slot_end + count
+        self._sizes.reserve(self._slot_end)
+        self._used.reserve(self._slot_end)
+        self._owners.reserve(self._slot_end)
+        self._flags.reserve(self._slot_end)
+        return first
+
+    def _since(self, slots: Slots, used_since_s: float) -> Slots:
+        if used_since_s > -math.inf:
+            slots[self._used.array[slots] < used_since_s] = NO_SLOT
+        return slots
+
+    def _next_time(self, now_s: float) -> float:
+        return max(self._newest_s + TICK_S, math.floor(now_s / TICK_S) * TICK_S)
+
+    def _restamp(self, slots: Slots, now_s: float) -> None:
+        if not len(slots):
+            return
+        flags = self._flags.array[slots]
+        for slot in set(slots[(flags & _IS_ASIDE) != 0].tolist()):
+            self._aside_count -= 1
+            self._owned[self._owners.cells[slot]].aside -= 1
+        self._flags.array[slots] = (flags & _IS_LONG) | _IS_TOUCHED
+        times = self._next_time(now_s) + TICK_S * np.arange(len(slots))
+        self._used.array[slots[::-1]] = times  # of a slot that is there twice the first one, assigned last, counts
+        self._newest_s = float(times[-1])
+
+    def _set_aside(self, slot: int) -> None:
+        self._flags.cells[slot] |= _IS_ASIDE
+        self._used.cells[slot] = NEVER
+        self._aside_count += 1
+        self._owned[self._owners.cells[slot]].aside += 1
+
+    def _tenant(self, digest: bytes) -> _Tenant:
+        tenant = self._tenants.get(digest)
+        if tenant is None:
+            self._last_number += 1
+            tenant = self._tenants[digest] = self._owned[self._last_number] = _Tenant(self._last_number)
+        return tenant
+
+    def _queue(self, owner: int | None) -> VictimQueue:
+        queue = self._queues.get(owner)
+        if queue is None:
+            queue = self._queues[owner] = VictimQueue(owner)
+        self._queues.move_to_end(owner)
+        if len(self._queues) > TENANT_QUEUES_MAX:
+            self._queues.popitem(last=False)
+        return queue

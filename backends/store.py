@@ -10,11 +10,10 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 from hicache.backends.base import Backend, GetItem, PutItem, Usage
+from hicache.backends.key_table import NO_SLOT
 from hicache.backends.leases import NO_LEASE, Leases
-from hicache.backends.recency import PendingTouches
 from hicache.backends.residents import Residents
 from hicache.backends.store_stats import StoreCounters, StoreStats
 from hicache.errors import BackendError, ConfigError
@@ -24,6 +23,7 @@ from hicache.workers import QueueFull, Workers
 
 FREE_SPACE_FLOOR_BYTES = 256 << 20
 LEASED_SHARE_MAX = 0.5  # of the capacity: the rest stays for puts, whoever leases
+TOUCH_INTERVAL_S = 60.0  # between two times that they are written
 TOUCH_KEYS_MAX = 1024  # in one call of the backend, which others may wait for
 TOUCH_CLOSE_S = 5.0  # what a close waits for times of use that are being written
 PUT_GROUP_BYTES = 64 << 20  # room is made for so much of a batch at a time
@@ -73,10 +73,10 @@ class ObjectStore:
         self._notices = Notices(logging.getLogger(__name__))
         self._lock = threading.Lock()  # everything below; never held in a call of the backend
         self._removal_lock = threading.Lock()  # taken before _lock; one eviction or delete at a time
-        self._residents = Residents(backend.scan())
+        self._residents = Residents(backend.scan(), stored_bytes=backend.stored_bytes, now_s=wall_clock())
         self._leases = Leases(
             bytes_max=int(capacity_bytes * LEASED_SHARE_MAX),
-            bytes_of=lambda key: backend.stored_bytes(self._residents.size_bytes(key)),
+            bytes_of=lambda key: backend.stored_bytes(self._residents.size_bytes(key) or 0),
             on_freed=self._residents.put_back,
         )
         self._counters = StoreCounters()
@@ -84,7 +84,7 @@ class ObjectStore:
         self._writing: Counter[bytes] = Counter()
         self._doomed: set[bytes] = set()  # deleted while being written
         self._reads: list[_Read] = []  # in progress
-        self._touched = PendingTouches(now_s=clock())
+        self._touched_at_s = clock()  # when times of use were written last
         self._touching = Workers("hicache-touch", threads=1, queue_max=1)
         self._is_closed = False
         self._pid = os.getpid()
@@ -103,11 +103,11 @@ class ObjectStore:
         with self._lock:
             now_s = self._clock()
             self._leases.expire(now_s=now_s)
-            present = [key for key in keys if key in self._residents]
-            self._refresh(present)
+            is_found = self._residents.use(keys, now_s=self._wall_clock()) != NO_SLOT
+            outcomes = [Outcome.OK if found else Outcome.ABSENT for found in is_found.tolist()]
+            present = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK]
             self._counters.lookup_hits += len(present)
             self._counters.lookup_misses += len(keys) - len(present)
-            outcomes = [Outcome.OK if key in self._residents else Outcome.ABSENT for key in keys]
             lease_id = self._leases.grant(present, expires_at_s=now_s + lease_s) if lease_s > 0 else NO_LEASE
             return outcomes, lease_id
 
@@ -125,7 +125,7 @@ class ObjectStore:
     def get_into(self, items: Sequence[GetItem]) -> list[Outcome]:
         """See ``Backend.get_into``. Counts as use."""
         with self._lock:
-            known = [item.key in self._residents for item in items]
+            known = self._residents.find([item.key for item in items])
             reading = _Read({item.key for item, is_known in zip(items, known, strict=True) if is_known})
             self._reads.append(reading)
         try:
@@ -141,7 +141,8 @@ class ObjectStore:
 
     def _note_read(self, items: Sequence[GetItem], outcomes: list[Outcome], reading: _Read) -> None:
         """Count a get, and forget what is not there or was dropped, unless it has been stored anew meanwhile."""
-        self._refresh([item.key for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK])
+        read = [item.key for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK]
+        self._residents.refresh(read, now_s=self._wall_clock())
         self._counters.gets.update(outcomes)
         for item, outcome in zip(items, outcomes, strict=True):
             if outcome is Outcome.OK:
@@ -156,12 +157,10 @@ class ObjectStore:
         """
         outcomes = [Outcome.TOO_LARGE] * len(items)
         with self._lock:
-            present = [item.key for item in items if item.key in self._residents]
-            self._refresh(present)
-            held = set(present)
+            is_found = self._residents.use([item.key for item in items], now_s=self._wall_clock()) != NO_SLOT
         missing: list[int] = []
-        for position, item in enumerate(items):
-            if item.key in held:
+        for position, (item, found) in enumerate(zip(items, is_found.tolist(), strict=True)):
+            if found:
                 outcomes[position] = Outcome.EXISTS
             elif item.payload.nbytes <= self._object_bytes_max:
                 missing.append(position)
@@ -234,7 +233,7 @@ class ObjectStore:
             for item, outcome in reversed(list(zip(items, outcomes, strict=True))):
                 is_new = outcome is Outcome.OK
                 if is_new or (is_settled and outcome is Outcome.EXISTS and item.key not in self._residents):
-                    self._residents.add(item.key, item.payload.nbytes)
+                    self._residents.add(item.key, item.payload.nbytes, now_s=self._wall_clock())
                     for reading in self._reads:
                         reading.keys.discard(item.key)
                 if is_new:
@@ -291,22 +290,20 @@ class ObjectStore:
             while freed_bytes < enough_bytes and failed_passes < EVICTION_FAILURES_MAX:
                 with self._lock:
                     victims = self._take_victims(enough_bytes - freed_bytes)
-                    is_exhausted = not self._residents.has_candidates
-                if not victims:
-                    if is_exhausted:
-                        break
+                if victims is None:
                     continue
+                if not victims:
+                    break
                 pass_bytes = self._evict_batch(victims)
                 freed_bytes += pass_bytes
                 failed_passes += pass_bytes == 0
         return freed_bytes
 
-    def _take_victims(self, enough_bytes: int) -> list[tuple[bytes, int]]:
+    def _take_victims(self, enough_bytes: int) -> list[tuple[bytes, int]] | None:
         self._leases.expire(now_s=self._clock())
         return self._residents.take_victims(
             enough_bytes,
             count_max=EVICTION_KEYS_MAX,
-            stored_bytes=self._backend.stored_bytes,
             is_kept=lambda key: key in self._leases or key in self._writing,
         )
 
@@ -315,14 +312,13 @@ class ObjectStore:
         freed_bytes = failures = 0
         with self._lock:
             for (key, size_bytes), outcome in zip(victims, outcomes, strict=True):
-                self._touched.discard(key)
                 if outcome in (Outcome.OK, Outcome.ABSENT):
                     freed_bytes += self._backend.stored_bytes(size_bytes)
                     self._counters.evictions += 1
                 else:
                     failures += 1
                     if key not in self._residents:
-                        self._residents.add(key, size_bytes)
+                        self._residents.add(key, size_bytes, now_s=self._wall_clock())
             self._counters.evicted_bytes += freed_bytes
             self._counters.eviction_failures += failures
         if failures:
@@ -343,7 +339,7 @@ class ObjectStore:
                 for key, outcome in zip(keys, outcomes, strict=True):
                     size_bytes = sizes[key]
                     if outcome is Outcome.IO_ERROR and size_bytes is not None and key not in self._residents:
-                        self._residents.add(key, size_bytes)
+                        self._residents.add(key, size_bytes, now_s=self._wall_clock())
             return outcomes
 
     def usage(self) -> Usage:
@@ -353,7 +349,8 @@ class ObjectStore:
     def tenant_usage(self, tenant: bytes) -> tuple[int, int]:
         """Payload bytes and objects of the tenant with this digest."""
         with self._lock:
-            return self._residents.tenant_usage(tenant)
+            usage = self._residents.tenant_usage(tenant)
+            return usage.payload_bytes, usage.objects
 
     def tenants(self) -> list[bytes]:
         """Digests of the tenants that have objects."""
@@ -371,10 +368,13 @@ class ObjectStore:
 
         A thread of the store does it, every TOUCH_INTERVAL_S in which there are gets or puts.
         """
-        with self._lock:
-            touches = self._touched.take(now_s=self._clock(), wall_s=self._wall_clock())
-        while batch := list(islice(touches, TOUCH_KEYS_MAX)):
-            self._backend.touch(batch)
+        self._touched_at_s = self._clock()
+        start: int | None = 0
+        while start is not None:
+            with self._lock:
+                touched, start = self._residents.take_touched(start, count_max=TOUCH_KEYS_MAX)
+            if touched:
+                self._backend.touch(touched)
 
     def close(self) -> None:
         """Persist recency and close the backend. Idempotent, and nothing in a forked child.
@@ -396,7 +396,7 @@ class ObjectStore:
     def _persist_recency_when_due(self) -> None:
         """Wake the thread that does; when it is at work already, what is pending waits for the next time."""
         with self._lock:
-            if self._is_closed or not self._touched.is_due(now_s=self._clock()):
+            if self._is_closed or self._clock() - self._touched_at_s < TOUCH_INTERVAL_S:
                 return
         with contextlib.suppress(QueueFull):
             self._touching.submit(self._persist_recency_quietly)
@@ -406,12 +406,6 @@ class ObjectStore:
             self.persist_recency()
         except BackendError as error:
             self._notices.warning("touch", "times of use could not be written: %s", error)
-
-    def _refresh(self, keys: Sequence[bytes]) -> None:
-        """Count keys as used now, the first one as the last; the caller holds the lock."""
-        for key in reversed(keys):
-            if self._residents.refresh(key):
-                self._touched.add(key)
 
 
 def _check_settings(object_bytes_max: int, high: float, low: float, floor_bytes: int) -> None:

@@ -13,8 +13,7 @@ from hicache.backends.faulty import Fault, FaultKind, FaultyBackend
 from hicache.backends.file_store import FileBackend
 from hicache.backends.leases import Leases
 from hicache.backends.lmdb_store import LmdbBackend
-from hicache.backends.recency import TOUCH_INTERVAL_S
-from hicache.backends.store import ObjectStore
+from hicache.backends.store import TOUCH_INTERVAL_S, ObjectStore
 from hicache.errors import BackendError, ConfigError
 from hicache.outcome import Outcome
 from tests.backends.payloads import OTHER_TENANT, TENANT, key, payload

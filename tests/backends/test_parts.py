@@ -11,7 +11,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.backends import leases
-from hicache.backends.base import StoredObject
 from hicache.backends.chunk_ids import ChunkIds
 from hicache.backends.gate import Gate
 from hicache.backends.leases import NO_LEASE, Leases
@@ -28,10 +27,8 @@ from hicache.backends.lmdb_layout import (
     moving_bytes_for,
     plan_transactions,
 )
-from hicache.backends.recency import TOUCH_INTERVAL_S, TOUCHES_PENDING_MAX, PendingTouches
-from hicache.backends.residents import Residents
 from hicache.errors import BackendError
-from tests.backends.payloads import TENANT, key
+from tests.backends.payloads import key
 
 
 def test_a_chunk_with_its_header_fills_whole_pages_and_wastes_little_of_common_sizes() -> None:
@@ -158,64 +155,6 @@ def test_leases_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     assert held.grant([key(2)], expires_at_s=9.0) != NO_LEASE
     assert held.grant([key(3)], expires_at_s=9.0) == NO_LEASE
     assert key(3) not in held
-
-
-def test_residents_start_in_the_order_of_their_last_use() -> None:
-    found = [StoredObject(key(number), 10, used_at_s=float(-number)) for number in range(5)]
-    residents = Residents(found)
-    victims = residents.take_victims(20, count_max=9, stored_bytes=lambda size: size, is_kept=lambda name: False)
-    assert victims == [(key(4), 10), (key(3), 10)]
-    assert residents.tenant_usage(TENANT) == (30, 3)
-    assert len(residents) == 3
-
-
-def test_replacing_a_resident_counts_it_once() -> None:
-    residents = Residents()
-    residents.add(key(1), 10)
-    residents.add(key(1), 30)
-    assert residents.tenant_usage(TENANT) == (30, 1)
-    assert residents.discard(key(1)) == 30
-    assert residents.discard(key(1)) is None
-    assert not residents.refresh(key(1))
-
-
-def test_victims_end_when_all_that_is_left_is_kept() -> None:
-    residents = Residents(StoredObject(key(number), 10, used_at_s=float(number)) for number in range(5))
-    kept = {key(0), key(2), key(4)}
-    victims = residents.take_victims(1000, count_max=99, stored_bytes=lambda size: size, is_kept=kept.__contains__)
-    assert [name for name, _ in victims] == [key(1), key(3)]
-    assert not residents.has_candidates
-    assert [name in residents for name in sorted(kept)] == [True] * 3
-    assert (len(residents), residents.tenant_usage(TENANT), residents.size_bytes(key(4))) == (3, (30, 3), 10)
-    assert residents.refresh(key(2))
-    assert residents.discard(key(2)) == 10
-
-
-def test_what_was_set_aside_comes_back_as_the_most_recently_used_the_first_as_the_last() -> None:
-    residents = Residents(StoredObject(key(number), 10, used_at_s=float(number)) for number in range(4))
-    kept = {key(0), key(1)}
-    assert residents.take_victims(10, count_max=9, stored_bytes=lambda size: size, is_kept=kept.__contains__) == [
-        (key(2), 10)
-    ]
-    residents.put_back([key(0), key(1), key(7)])
-    victims = residents.take_victims(1000, count_max=9, stored_bytes=lambda size: size, is_kept=lambda name: False)
-    assert [name for name, _ in victims] == [key(3), key(1), key(0)]
-
-
-def test_pending_touches_keep_their_order_and_are_bounded() -> None:
-    touches = PendingTouches(now_s=0.0)
-    for number in (1, 2, 3, 1):
-        touches.add(key(number))
-    touches.discard(key(3))
-    assert not touches.is_due(now_s=TOUCH_INTERVAL_S - 1)
-    assert touches.is_due(now_s=TOUCH_INTERVAL_S)
-    taken = list(touches.take(now_s=TOUCH_INTERVAL_S, wall_s=5e9))
-    assert [name for name, _ in taken] == [key(2), key(1)]
-    assert taken[0][1] < taken[1][1] <= 5e9
-    for number in range(TOUCHES_PENDING_MAX + 5):
-        touches.add(number.to_bytes(4))
-    assert touches.is_due(now_s=TOUCH_INTERVAL_S)
-    assert len(list(touches.take(now_s=TOUCH_INTERVAL_S, wall_s=5e9))) == TOUCHES_PENDING_MAX
 
 
 def test_the_gate_lets_one_in_alone_only_when_the_others_have_left() -> None:

@@ -1,0 +1,211 @@
+"""Residents against a model in plain Python, and what the model cannot see: growth, ties, colliding keys."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+
+from hicache.backends import key_table, residents, victims
+from hicache.backends.base import StoredObject
+from hicache.backends.key_rows import KeyHash
+from hicache.backends.key_table import NO_SLOT
+from hicache.backends.residents import TICK_S, Residents, TenantUsage
+from hicache.tenancy import TENANT_BYTES
+
+TENANTS = (b"a" * TENANT_BYTES, b"b" * TENANT_BYTES, b"c" * TENANT_BYTES)
+T0_S = 1.75e9
+
+
+def stored_bytes(size_bytes: int) -> int:
+    return -(-size_bytes // 8) * 8
+
+
+def keep_none(key: bytes) -> bool:
+    return False
+
+
+def long_and_short_keys() -> list[bytes]:
+    """Of all tenants, of lengths at the borders, with bytes that padding could be taken for."""
+    suffixes = [b"\0", b"\0\0", b"x", b"x\0", b"y" * 36, b"z" * 46, b"z" * 47, b"z" * 48, b"q" * 112]
+    return [tenant + suffix for tenant in TENANTS for suffix in suffixes] + [b"\0", b"s", b"\0\0"]
+
+
+KEYS = long_and_short_keys()
+SOME_KEYS = st.lists(st.sampled_from(KEYS), max_size=30)
+
+
+@dataclass(slots=True)
+class ModelObject:
+    size_bytes: int
+    used_at_s: float
+    is_aside: bool = False
+
+
+class ResidentsMachine(RuleBasedStateMachine):
+    """The model is a dict whose objects are sorted whenever victims are asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: dict[bytes, ModelObject] = {}
+        self.now_s = T0_S
+        self.newest_s = -math.inf
+        self.touched: set[bytes] = set()
+
+    @initialize(keys=st.lists(st.sampled_from(KEYS), unique=True))
+    def start(self, keys: list[bytes]) -> None:
+        """The first key was used in the future, which counts as now."""
+        times_s = [T0_S + 99, *(T0_S - number for number in range(1, len(keys)))]
+        stored = [StoredObject(*found) for found in zip(keys, range(1, len(keys) + 1), times_s, strict=False)]
+        self.real = Residents(reversed(stored), stored_bytes=stored_bytes, now_s=T0_S)
+        self.model = {found.key: ModelObject(found.size_bytes, min(found.used_at_s, T0_S)) for found in stored}
+        self.newest_s = max((found.used_at_s for found in self.model.values()), default=-math.inf)
+
+    def use_now(self) -> float:
+        self.newest_s = max(self.newest_s + TICK_S, math.floor(self.now_s / TICK_S) * TICK_S)
+        return self.newest_s
+
+    @rule(step_s=st.sampled_from([-5.0, 0.0, 0.25, 3.0]))
+    def pass_time(self, step_s: float) -> None:
+        self.now_s += step_s
+
+    @rule(key=st.sampled_from(KEYS), size_bytes=st.integers(1, 100))
+    def add(self, key: bytes, size_bytes: int) -> None:
+        self.real.add(key, size_bytes, now_s=self.now_s)
+        self.model[key] = ModelObject(size_bytes, self.use_now())
+        self.touched.discard(key)
+
+    @rule(key=st.sampled_from(KEYS))
+    def discard(self, key: bytes) -> None:
+        gone = self.model.pop(key, None)
+        assert self.real.discard(key) == (gone.size_bytes if gone else None)
+        self.touched.discard(key)
+
+    @rule(keys=SOME_KEYS, age_s=st.sampled_from([math.inf, 0.0, 1.0]))
+    def find(self, keys: list[bytes], age_s: float) -> None:
+        since_s = self.now_s - age_s
+        assert self.real.find(keys, used_since_s=since_s) == [self._is_since(key, since_s) for key in keys]
+
+    def _is_since(self, key: bytes, since_s: float) -> bool:
+        found = self.model.get(key)
+        return found is not None and (found.is_aside or found.used_at_s >= since_s)
+
+    @rule(keys=SOME_KEYS, age_s=st.sampled_from([math.inf, 0.0, 1.0]))
+    def use(self, keys: list[bytes], age_s: float) -> None:
+        since_s = self.now_s - age_s
+        is_found = [self._is_since(key, since_s) for key in keys]
+        assert (self.real.use(keys, now_s=self.now_s, used_since_s=since_s) != NO_SLOT).tolist() == is_found
+        self._use([key for key, found in zip(keys, is_found, strict=True) if found])
+
+    def _use(self, keys: list[bytes]) -> None:
+        for number, key in enumerate(reversed(keys)):
+            used_at_s = self.use_now() if number == 0 else self.newest_s + TICK_S
+            self.newest_s = used_at_s
+            self.model[key].used_at_s = used_at_s
+            self.model[key].is_aside = False
+            self.touched.add(key)
+
+    @rule(keys=SOME_KEYS)
+    def put_back(self, keys: list[bytes]) -> None:
+        self.real.put_back(keys)
+        for key in reversed([key for key in keys if key in self.model and self.model[key].is_aside]):
+            self.newest_s += TICK_S
+            self.model[key].used_at_s = self.newest_s
+            self.touched.add(key)
+        for key in keys:
+            if key in self.model:
+                self.model[key].is_aside = False
+
+    @rule(
+        enough_bytes=st.sampled_from([0, 1, 100, 10_000]),
+        count_max=st.sampled_from([0, 1, 5, 99]),
+        kept=st.sets(st.sampled_from(KEYS)),
+        tenant=st.sampled_from([None, *TENANTS, b"\0", b"nobody"]),
+        age_s=st.sampled_from([-math.inf, 0.0, 1.0]),
+    )
+    def take_victims(
+        self, enough_bytes: int, count_max: int, kept: set[bytes], tenant: bytes | None, age_s: float
+    ) -> None:
+        before_s = self.now_s - age_s
+        expected: list[tuple[bytes, int]] = []
+        freed_bytes = 0
+        for key in sorted(self.model, key=lambda key: self.model[key].used_at_s):
+            found = self.model[key]
+            if freed_bytes >= enough_bytes or len(expected) >= count_max or found.used_at_s >= before_s:
+                break
+            if found.is_aside or (tenant is not None and key[:TENANT_BYTES] != tenant):
+                continue
+            if key in kept:
+                found.is_aside = True
+                continue
+            expected.append((key, found.size_bytes))
+            freed_bytes += stored_bytes(found.size_bytes)
+        victims: list[tuple[bytes, int]] = []
+        while (left_bytes := enough_bytes - sum(stored_bytes(size) for _, size in victims)) > 0:
+            more = self.real.take_victims(
+                left_bytes,
+                count_max=count_max - len(victims),
+                is_kept=kept.__contains__,
+                tenant=tenant,
+                used_before_s=before_s,
+            )
+            if more == []:
+                break
+            victims += more or []
+        assert victims == expected
+        for key, _ in expected:
+            del self.model[key]
+            self.touched.discard(key)
+
+    @rule(count_max=st.integers(1, 40))
+    def take_touched(self, count_max: int) -> None:
+        taken: list[tuple[bytes, float]] = []
+        start: int | None = 0
+        while start is not None:
+            some, start = self.real.take_touched(start, count_max=count_max)
+            assert len(some) <= count_max
+            taken += some
+        assert {key for key, _ in taken} == self.touched
+        assert all(self.model[key].is_aside or self.model[key].used_at_s == used_at_s for key, used_at_s in taken)
+        self.touched.clear()
+
+    @invariant()
+    def usage_is_that_of_the_model(self) -> None:
+        if not hasattr(self, "real"):
+            return
+        assert len(self.real) == len(self.model)
+        assert {*self.real.tenants()} == {key[:TENANT_BYTES] for key in self.model}
+        for tenant in (*TENANTS, b"\0"):
+            sizes = [found.size_bytes for key, found in self.model.items() if key[:TENANT_BYTES] == tenant]
+            usage = TenantUsage(sum(sizes), sum(map(stored_bytes, sizes)), len(sizes))
+            assert self.real.tenant_usage(tenant) == usage
+        assert [self.real.size_bytes(key) for key in KEYS] == [
+            self.model[key].size_bytes if key in self.model else None for key in KEYS
+        ]
+
+
+@pytest.mark.parametrize("scale", ["tiny", "real"])
+def test_residents_do_what_the_model_does(scale: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if scale == "tiny":  # so that a few keys take many scans, trims, queues, splits and the dict of what fits nowhere
+        monkeypatch.setattr(victims, "SCAN_SLOTS", 4)
+        monkeypatch.setattr(residents, "SCAN_SLOTS", 4)
+        monkeypatch.setattr(victims, "QUEUE_MIN", 2)
+        monkeypatch.setattr(residents, "EXAMINED_MAX", 3)
+        monkeypatch.setattr(residents, "ONE_BY_ONE_MAX", 2)
+        monkeypatch.setattr(residents, "TENANT_QUEUES_MAX", 2)
+        monkeypatch.setattr(residents, "LOADED_AT_ONCE", 7)
+        monkeypatch.setattr(key_table, "_FIRST_BUCKETS", 1)
+        monkeypatch.setattr(key_table, "_SPLIT_BUCKETS", 1)
+        monkeypatch.setattr(KeyHash, "of_row", lambda hasher, row: (row[0] % 2) << 60 | row[1] % 2)
+        monkeypatch.setattr(
+            KeyHash, "of_rows", lambda hasher, rows: np.array([hasher.of_row(row.tobytes()) for row in rows], np.uint64)
+        )
+    run_state_machine_as_test(
+        ResidentsMachine,
+        settings=settings(max_examples=60, stateful_step_count=40, deadline=None),
+    )
