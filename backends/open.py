@@ -8,6 +8,7 @@ from hicache.backends.base import Backend
 from hicache.backends.shared_store import SharedBackend, SharedStore
 from hicache.backends.space import require_floor
 from hicache.backends.store import FREE_SPACE_FLOOR_BYTES, ObjectStore
+from hicache.backends.tenant_limits import StoreLimits
 from hicache.errors import ConfigError
 
 BACKEND_SCHEMES = ("lmdb", "file")  # in a directory of this machine
@@ -22,6 +23,7 @@ def open_store(
     high_watermark: float = 0.95,
     low_watermark: float = 0.90,
     free_space_floor_bytes: int = FREE_SPACE_FLOOR_BYTES,
+    limits: StoreLimits | None = None,
 ) -> ObjectStore | SharedStore:
     """Open the backend at ``url`` under what keeps it in bounds: ours, or its own where it is shared and evicts itself.
 
@@ -42,6 +44,7 @@ def open_store(
             high_watermark=high_watermark,
             low_watermark=low_watermark,
             free_space_floor_bytes=free_space_floor_bytes,
+            limits=limits,
         )
     except BaseException:
         backend.close()

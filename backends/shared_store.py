@@ -9,7 +9,8 @@ from typing import Protocol
 
 from hicache.backends.base import Backend, GetItem, PutItem, Usage
 from hicache.backends.leases import NO_LEASE, Leases
-from hicache.backends.store_stats import StoreCounters, StoreStats
+from hicache.backends.residents import TenantUsage
+from hicache.backends.store_stats import Holds, StoreCounters, StoreStats
 from hicache.errors import ConfigError
 from hicache.outcome import Outcome
 
@@ -114,9 +115,9 @@ class SharedStore:
         """Of the whole store, whoever filled it."""
         return self._backend.usage()
 
-    def tenant_usage(self, tenant: bytes) -> tuple[int, int]:
+    def tenant_usage(self, tenant: bytes) -> TenantUsage:
         """Nothing: what a tenant has in a store that evicts by itself could only be counted by listing all of it."""
-        return 0, 0
+        return TenantUsage()
 
     def tenants(self) -> list[bytes]:
         """None, for the same reason."""
@@ -126,7 +127,7 @@ class SharedStore:
         """The counters of this process as they are now."""
         with self._lock:
             self._leases.expire(now_s=self._clock())
-            return self._counters.snapshot(leases=len(self._leases), leased_keys=self._leases.key_count)
+            return self._counters.snapshot(Holds(leases=len(self._leases), leased_keys=self._leases.key_count))
 
     def close(self) -> None:
         """Close the backend. Idempotent."""

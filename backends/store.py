@@ -1,45 +1,33 @@
-"""The one layer over a backend that hicached and the embedded L3 share: what is kept, and what has to go."""
+"""The one layer over a backend that hicached and the embedded L3 share: objects that are kept within bounds."""
 
 from __future__ import annotations
 
-import contextlib
-import logging
 import os
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from itertools import islice
 
 from hicache.backends.base import Backend, GetItem, PutItem, Usage
-from hicache.backends.key_table import NO_SLOT
-from hicache.backends.leases import NO_LEASE, Leases
-from hicache.backends.residents import Residents
-from hicache.backends.store_stats import StoreCounters, StoreStats
-from hicache.errors import BackendError, ConfigError
-from hicache.notices import Notices
+from hicache.backends.catalog import Catalog, Read, tenant_of
+from hicache.backends.events import Removal, Subscription
+from hicache.backends.eviction import Evictor
+from hicache.backends.leases import NO_LEASE
+from hicache.backends.recency_writer import RecencyWriter
+from hicache.backends.residents import TenantUsage
+from hicache.backends.store_stats import Holds, StoreStats, TenantStats
+from hicache.backends.tenant_limits import StoreLimits
+from hicache.errors import ConfigError
 from hicache.outcome import Outcome
-from hicache.workers import QueueFull, Workers
 
 FREE_SPACE_FLOOR_BYTES = 256 << 20
-LEASED_SHARE_MAX = 0.5  # of the capacity: the rest stays for puts, whoever leases
-TOUCH_INTERVAL_S = 60.0  # between two times that they are written
-TOUCH_KEYS_MAX = 1024  # in one call of the backend, which others may wait for
-TOUCH_CLOSE_S = 5.0  # what a close waits for times of use that are being written
 PUT_GROUP_BYTES = 64 << 20  # room is made for so much of a batch at a time
-EVICTION_KEYS_MAX = 256  # in one delete of the backend
-EVICTION_FAILURES_MAX = 8  # passes in which every delete failed
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class _Read:
-    """A get in progress: its keys, without those that were stored anew after it began."""
-
-    keys: set[bytes]
+QUOTA_GROUPS = 8  # puts of one tenant that may be in progress without one taking the other for over the quota
+SNAPSHOT_KEYS = 1024  # objects that one step of a snapshot looks at
 
 
 class ObjectStore:
-    """Keeps a backend within its capacity by evicting what was used least recently. Thread-safe.
+    """Keeps a backend within its capacity, and its tenants within their limits. Thread-safe.
 
     The index is in memory, and lookups are answered by it alone: they never wait for the backend, whose calls are made
     without the lock. In a batch the first keys count as the most recently used: a page outlives the pages that follow.
@@ -53,6 +41,7 @@ class ObjectStore:
         high_watermark: float = 0.95,
         low_watermark: float = 0.90,
         free_space_floor_bytes: int = FREE_SPACE_FLOOR_BYTES,
+        limits: StoreLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -61,31 +50,31 @@ class ObjectStore:
         Raises ConfigError for watermarks or limits that contradict each other.
         """
         _check_settings(object_bytes_max, high_watermark, low_watermark, free_space_floor_bytes)
-        capacity_bytes = backend.usage().capacity_bytes
         self._backend = backend
         self._object_bytes_max = object_bytes_max
-        self._capacity_bytes = capacity_bytes
-        self._high_bytes = int(capacity_bytes * high_watermark)
-        self._low_bytes = int(capacity_bytes * low_watermark)
-        self._floor_bytes = free_space_floor_bytes
+        self._capacity_bytes = backend.usage().capacity_bytes
+        self._low_bytes = int(self._capacity_bytes * low_watermark)
+        self._limits = limits or StoreLimits()
         self._clock = clock
-        self._wall_clock = wall_clock
-        self._notices = Notices(logging.getLogger(__name__))
-        self._lock = threading.Lock()  # everything below; never held in a call of the backend
-        self._removal_lock = threading.Lock()  # taken before _lock; one eviction or delete at a time
-        self._residents = Residents(backend.scan(), stored_bytes=backend.stored_bytes, now_s=wall_clock())
-        self._leases = Leases(
-            bytes_max=int(capacity_bytes * LEASED_SHARE_MAX),
-            bytes_of=lambda key: backend.stored_bytes(self._residents.size_bytes(key) or 0),
-            on_freed=self._residents.put_back,
+        self._removal_lock = threading.Lock()  # taken before that of the catalog
+        self._catalog = Catalog(
+            backend.scan(),
+            stored_bytes=backend.stored_bytes,
+            capacity_bytes=self._capacity_bytes,
+            limits=self._limits,
+            clock=clock,
+            wall_clock=wall_clock,
         )
-        self._counters = StoreCounters()
-        self._reserved_bytes = 0  # by puts in progress
-        self._writing: Counter[bytes] = Counter()
-        self._doomed: set[bytes] = set()  # deleted while being written
-        self._reads: list[_Read] = []  # in progress
-        self._touched_at_s = clock()  # when times of use were written last
-        self._touching = Workers("hicache-touch", threads=1, queue_max=1)
+        self._lock = self._catalog.lock
+        self._evictor = Evictor(
+            backend,
+            self._catalog,
+            removal_lock=self._removal_lock,
+            high_bytes=int(self._capacity_bytes * high_watermark),
+            low_bytes=self._low_bytes,
+            floor_bytes=free_space_floor_bytes,
+        )
+        self._recency = RecencyWriter(backend, self._catalog, clock=clock)
         self._is_closed = False
         self._pid = os.getpid()
 
@@ -97,37 +86,80 @@ class ObjectStore:
     def lookup(self, keys: Sequence[bytes], *, lease_s: float = 0.0) -> tuple[list[Outcome], int]:
         """OK or ABSENT for each key, and a lease on the present ones (NO_LEASE when ``lease_s`` is 0 or none is).
 
-        Counts as use. Until the lease ends, is released or expires, its keys are not evicted. All leases together
-        protect at most LEASED_SHARE_MAX of the capacity: the first keys get the lease, those beyond it are OK without.
+        Counts as use. Until the lease ends, is released or expires, its keys are neither evicted nor do they expire.
+        All leases together protect at most LEASED_SHARE_MAX of the capacity: the first keys get the lease, those
+        beyond it are OK without.
         """
         with self._lock:
-            now_s = self._clock()
-            self._leases.expire(now_s=now_s)
-            is_found = self._residents.use(keys, now_s=self._wall_clock()) != NO_SLOT
-            outcomes = [Outcome.OK if found else Outcome.ABSENT for found in is_found.tolist()]
-            present = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK]
-            self._counters.lookup_hits += len(present)
-            self._counters.lookup_misses += len(keys) - len(present)
-            lease_id = self._leases.grant(present, expires_at_s=now_s + lease_s) if lease_s > 0 else NO_LEASE
-            return outcomes, lease_id
+            catalog = self._catalog
+            catalog.expire_holds()
+            found = catalog.use(keys)
+            present = [key for key, is_there in zip(keys, found, strict=True) if is_there]
+            catalog.counters.lookup_hits += len(present)
+            catalog.counters.lookup_misses += len(keys) - len(present)
+            outcomes = [Outcome.OK if is_there else Outcome.ABSENT for is_there in found]
+            if lease_s <= 0:
+                return outcomes, NO_LEASE
+            return outcomes, catalog.leases.grant(present, expires_at_s=self._clock() + lease_s)
 
     def renew(self, lease_id: int, *, lease_s: float) -> bool:
         """Let a lease end ``lease_s`` from now; False when it has ended."""
         with self._lock:
             now_s = self._clock()
-            return self._leases.renew(lease_id, now_s=now_s, expires_at_s=now_s + lease_s)
+            return self._catalog.leases.renew(lease_id, now_s=now_s, expires_at_s=now_s + lease_s)
 
     def release(self, lease_id: int) -> bool:
         """End a lease; False when it has ended."""
         with self._lock:
-            return self._leases.release(lease_id, now_s=self._clock())
+            return self._catalog.leases.release(lease_id, now_s=self._clock())
+
+    def pin(self, keys: Sequence[bytes], *, pin_s: float) -> list[Outcome]:
+        """Keep objects from eviction and expiry for ``pin_s``, whoever asked for it and whatever becomes of him.
+
+        OK, ABSENT, or REFUSED at the limits of the tenant. Counts as use. A pin that is there is only made longer. Its
+        owner may delete what is pinned; a restart ends all pins.
+        """
+        with self._lock:
+            self._catalog.expire_holds()
+            return self._catalog.pin(keys, expires_at_s=self._clock() + pin_s)
+
+    def unpin(self, keys: Sequence[bytes]) -> list[Outcome]:
+        """End pins; ABSENT for what is not pinned."""
+        with self._lock:
+            self._catalog.expire_holds()
+            return [Outcome.OK if self._catalog.pins.unpin(key) else Outcome.ABSENT for key in keys]
+
+    def watch(self, tenant: bytes, *, wake: Callable[[], None]) -> Subscription:
+        """From now on every object of a tenant that is stored or removed is an event of the subscription."""
+        subscription = Subscription(tenant, wake=wake)
+        with self._lock:
+            self._catalog.events.subscribe(subscription)
+        return subscription
+
+    def unwatch(self, subscription: Subscription) -> None:
+        """End a subscription. Idempotent."""
+        with self._lock:
+            self._catalog.events.unsubscribe(subscription)
+
+    def snapshot(self, tenant: bytes) -> Iterator[list[bytes]]:
+        """What a tenant has, part by part; parts may be empty. Each is true at the moment at which it is taken.
+
+        Who subscribed before the first part, and reads the events that have come after each part, has everything.
+        Reads the index on the medium, so take a part in a thread that may wait.
+        """
+        scanned = self._backend.scan()
+        while part := list(islice(scanned, SNAPSHOT_KEYS)):
+            keys = [stored.key for stored in part if tenant_of(stored.key) == tenant]
+            with self._lock:
+                found = self._catalog.find(keys)
+            yield [key for key, is_there in zip(keys, found, strict=True) if is_there]
 
     def get_into(self, items: Sequence[GetItem]) -> list[Outcome]:
         """See ``Backend.get_into``. Counts as use."""
         with self._lock:
-            known = self._residents.find([item.key for item in items])
-            reading = _Read({item.key for item, is_known in zip(items, known, strict=True) if is_known})
-            self._reads.append(reading)
+            known = self._catalog.find([item.key for item in items])
+            reading = Read({item.key for item, is_known in zip(items, known, strict=True) if is_known})
+            self._catalog.reads.append(reading)
         try:
             read = iter(self._backend.get_into([item for item, is_known in zip(items, known, strict=True) if is_known]))
             outcomes = [next(read) if is_known else Outcome.ABSENT for is_known in known]
@@ -135,32 +167,35 @@ class ObjectStore:
                 self._note_read(items, outcomes, reading)
         finally:
             with self._lock:
-                self._reads.remove(reading)
-        self._persist_recency_when_due()
+                self._catalog.reads.remove(reading)
+        self._recency.write_when_due()
         return outcomes
 
-    def _note_read(self, items: Sequence[GetItem], outcomes: list[Outcome], reading: _Read) -> None:
+    def _note_read(self, items: Sequence[GetItem], outcomes: list[Outcome], reading: Read) -> None:
         """Count a get, and forget what is not there or was dropped, unless it has been stored anew meanwhile."""
-        read = [item.key for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK]
-        self._residents.refresh(read, now_s=self._wall_clock())
-        self._counters.gets.update(outcomes)
+        counters = self._catalog.counters
+        self._catalog.refresh(
+            [item.key for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK]
+        )
+        counters.gets.update(outcomes)
         for item, outcome in zip(items, outcomes, strict=True):
             if outcome is Outcome.OK:
-                self._counters.bytes_read += item.target.nbytes
+                counters.bytes_read += item.target.nbytes
             elif outcome in (Outcome.ABSENT, Outcome.CORRUPT) and item.key in reading.keys:
-                self._residents.discard(item.key)
+                self._catalog.discard(item.key, Removal.CORRUPT)
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
-        """See ``Backend.put``. Evicts at the high watermark down to the low one.
+        """See ``Backend.put``. Evicts at the high watermark down to the low one, and at a quota of the tenant's own.
 
-        NO_SPACE when everything else is leased, or when the file system is at its free space floor.
+        What is there counts as used, also when it had expired. NO_SPACE when the room that this tenant may have is
+        taken by what is leased or pinned, or when the file system is at its free space floor.
         """
         outcomes = [Outcome.TOO_LARGE] * len(items)
         with self._lock:
-            is_found = self._residents.use([item.key for item in items], now_s=self._wall_clock()) != NO_SLOT
+            held = self._catalog.revive([item.key for item in items])
         missing: list[int] = []
-        for position, (item, found) in enumerate(zip(items, is_found.tolist(), strict=True)):
-            if found:
+        for position, (item, is_held) in enumerate(zip(items, held, strict=True)):
+            if is_held:
                 outcomes[position] = Outcome.EXISTS
             elif item.payload.nbytes <= self._object_bytes_max:
                 missing.append(position)
@@ -169,49 +204,70 @@ class ObjectStore:
             for position, outcome in zip(group, stored, strict=True):
                 outcomes[position] = outcome
         with self._lock:
-            self._counters.puts.update(outcomes)
-        self._persist_recency_when_due()
+            self._catalog.counters.puts.update(outcomes)
+        self._recency.write_when_due()
         return outcomes
 
     def _groups(self, items: Sequence[PutItem], positions: list[int]) -> Iterator[list[int]]:
-        """Consecutive positions whose objects fit between the watermarks together, or one larger object."""
-        bytes_max = min(PUT_GROUP_BYTES, max(self._capacity_bytes - self._low_bytes, self._capacity_bytes // 20))
+        """Consecutive positions of one tenant, whose objects fit between the watermarks together, or one larger object.
+
+        A group takes a small part of a quota, so that puts at the same time do not take each other's room for gone.
+        """
         group: list[int] = []
         total = 0
+        bytes_max = count_max = 0
+        tenant = b""
         for position in positions:
             stored_bytes = self._backend.stored_bytes(items[position].payload.nbytes)
-            if group and total + stored_bytes > bytes_max:
+            is_full = total + stored_bytes > bytes_max or len(group) >= count_max
+            if group and (is_full or tenant_of(items[position].key) != tenant):
                 yield group
                 group, total = [], 0
+            if not group:
+                tenant = tenant_of(items[position].key)
+                bytes_max, count_max = self._group_max(tenant, len(items))
             group.append(position)
             total += stored_bytes
         if group:
             yield group
 
+    def _group_max(self, tenant: bytes, count: int) -> tuple[int, int]:
+        limits = self._limits.of(tenant)
+        bytes_max = min(PUT_GROUP_BYTES, max(self._capacity_bytes - self._low_bytes, self._capacity_bytes // 20))
+        if limits.quota_bytes:
+            bytes_max = min(bytes_max, limits.quota_bytes // QUOTA_GROUPS)
+        return bytes_max, max(1, limits.quota_objects // QUOTA_GROUPS) if limits.quota_objects else count
+
     def _put_group(self, items: Sequence[PutItem]) -> list[Outcome]:
-        need_bytes = sum(self._backend.stored_bytes(item.payload.nbytes) for item in items)
+        keys = [item.key for item in items]
+        sizes_bytes = [self._backend.stored_bytes(item.payload.nbytes) for item in items]
+        need_bytes = sum(sizes_bytes)
+        tenant = tenant_of(keys[0])
         with self._lock:
-            self._reserved_bytes += need_bytes
-            self._writing.update(item.key for item in items)
+            self._catalog.reserve(keys, need_bytes)
         try:
-            if not self._make_room(need_bytes):
+            fitting = items[: self._evictor.make_room_in_quota(tenant, sizes_bytes)]
+            if not fitting or not self._evictor.make_room(tenant, need_bytes):
                 return [Outcome.NO_SPACE] * len(items)
-            outcomes = self._backend.put(items)
-            self._index_stored(items, outcomes)
-            self._put_again(items, outcomes)
-            return outcomes
+            outcomes = self._backend.put(fitting)
+            self._index_stored(fitting, outcomes)
+            self._put_again(fitting, outcomes)
+            return outcomes + [Outcome.NO_SPACE] * (len(items) - len(fitting))
         finally:
-            self._end_writing(items, need_bytes)
+            with self._lock:
+                doomed = self._catalog.unreserve(keys, need_bytes)
+            if doomed:
+                self.delete(doomed)
 
     def _put_again(self, items: Sequence[PutItem], outcomes: list[Outcome]) -> None:
         """Second try for what met a full medium, after more eviction, and for what met an object on its way out."""
         full = [position for position, outcome in enumerate(outcomes) if outcome is Outcome.NO_SPACE]
         if full:
             short_bytes = sum(self._backend.stored_bytes(items[position].payload.nbytes) for position in full)
-            if self._evict(lambda: short_bytes) == 0:
+            if self._evictor.evict(tenant_of(items[0].key), lambda: short_bytes) == 0:
                 full = []
         with self._lock:
-            residents = self._residents
+            residents = self._catalog.residents
             leaving = [
                 position
                 for position, outcome in enumerate(outcomes)
@@ -232,149 +288,87 @@ class ObjectStore:
         with self._lock:
             for item, outcome in reversed(list(zip(items, outcomes, strict=True))):
                 is_new = outcome is Outcome.OK
-                if is_new or (is_settled and outcome is Outcome.EXISTS and item.key not in self._residents):
-                    self._residents.add(item.key, item.payload.nbytes, now_s=self._wall_clock())
-                    for reading in self._reads:
+                if is_new or (is_settled and outcome is Outcome.EXISTS and item.key not in self._catalog.residents):
+                    self._catalog.add(item.key, item.payload.nbytes)
+                    for reading in self._catalog.reads:
                         reading.keys.discard(item.key)
                 if is_new:
-                    self._counters.bytes_written += item.payload.nbytes
-
-    def _end_writing(self, items: Sequence[PutItem], need_bytes: int) -> None:
-        with self._lock:
-            self._reserved_bytes -= need_bytes
-            doomed: list[bytes] = []
-            for item in items:
-                self._writing[item.key] -= 1
-                if self._writing[item.key] == 0:
-                    del self._writing[item.key]
-                    self._residents.put_back([item.key])
-                    if item.key in self._doomed:
-                        self._doomed.remove(item.key)
-                        doomed.append(item.key)
-        if doomed:
-            self.delete(doomed)
-
-    def _make_room(self, need_bytes: int) -> bool:
-        """Evict until what is reserved fits; False when the free space floor forbids the put.
-
-        When everything left is leased the put goes on and the backend says what fits.
-        """
-        if self._above(self._high_bytes) > 0:
-            self._evict(lambda: self._above(max(self._low_bytes, min(need_bytes, self._capacity_bytes))))
-        short_bytes = self._below_floor(need_bytes)
-        if short_bytes > 0:
-            self._evict(lambda: self._below_floor(need_bytes))
-            short_bytes = self._below_floor(need_bytes)
-        if short_bytes > 0:
-            self._notices.warning("floor", "the file system is at its free space floor: objects are not stored")
-        return short_bytes <= 0
-
-    def _above(self, limit_bytes: int) -> int:
-        """By how much what is stored and reserved exceeds a limit."""
-        stored_bytes = self._backend.usage().stored_bytes
-        with self._lock:
-            return stored_bytes + self._reserved_bytes - limit_bytes
-
-    def _below_floor(self, need_bytes: int) -> int:
-        free = self._backend.free_bytes()
-        return 0 if free is None else self._floor_bytes + need_bytes - free
-
-    def _evict(self, shortfall: Callable[[], int]) -> int:
-        """Remove the least recently used until as many bytes are free as ``shortfall()`` says when its turn comes.
-
-        Returns how many that were. Objects whose delete fails count as used now and are passed over.
-        """
-        freed_bytes = failed_passes = 0
-        with self._removal_lock:
-            enough_bytes = shortfall()
-            while freed_bytes < enough_bytes and failed_passes < EVICTION_FAILURES_MAX:
-                with self._lock:
-                    victims = self._take_victims(enough_bytes - freed_bytes)
-                if victims is None:
-                    continue
-                if not victims:
-                    break
-                pass_bytes = self._evict_batch(victims)
-                freed_bytes += pass_bytes
-                failed_passes += pass_bytes == 0
-        return freed_bytes
-
-    def _take_victims(self, enough_bytes: int) -> list[tuple[bytes, int]] | None:
-        self._leases.expire(now_s=self._clock())
-        return self._residents.take_victims(
-            enough_bytes,
-            count_max=EVICTION_KEYS_MAX,
-            is_kept=lambda key: key in self._leases or key in self._writing,
-        )
-
-    def _evict_batch(self, victims: list[tuple[bytes, int]]) -> int:
-        outcomes = self._backend.delete([key for key, _ in victims])
-        freed_bytes = failures = 0
-        with self._lock:
-            for (key, size_bytes), outcome in zip(victims, outcomes, strict=True):
-                if outcome in (Outcome.OK, Outcome.ABSENT):
-                    freed_bytes += self._backend.stored_bytes(size_bytes)
-                    self._counters.evictions += 1
-                else:
-                    failures += 1
-                    if key not in self._residents:
-                        self._residents.add(key, size_bytes, now_s=self._wall_clock())
-            self._counters.evicted_bytes += freed_bytes
-            self._counters.eviction_failures += failures
-        if failures:
-            self._notices.warning("evict", "%d objects could not be evicted", failures)
-        return freed_bytes
+                    self._catalog.counters.bytes_written += item.payload.nbytes
 
     def delete(self, keys: Sequence[bytes]) -> list[Outcome]:
         """See ``Backend.delete``. An object that is being written just now is deleted when it is complete.
 
-        A lease keeps objects from eviction, not from their owner.
+        Leases and pins keep objects from eviction, not from their owner.
         """
         with self._removal_lock:
             with self._lock:
-                self._doomed.update(key for key in keys if key in self._writing)
-                sizes = {key: self._residents.discard(key) for key in keys}
+                self._catalog.doomed.update(key for key in keys if key in self._catalog.writing)
+                sizes = {key: self._catalog.discard(key, Removal.DELETED) for key in keys}
             outcomes = self._backend.delete(keys)
             with self._lock:
                 for key, outcome in zip(keys, outcomes, strict=True):
                     size_bytes = sizes[key]
-                    if outcome is Outcome.IO_ERROR and size_bytes is not None and key not in self._residents:
-                        self._residents.add(key, size_bytes, now_s=self._wall_clock())
+                    if outcome is Outcome.IO_ERROR and size_bytes is not None and key not in self._catalog.residents:
+                        self._catalog.add(key, size_bytes)
             return outcomes
+
+    def sweep(self) -> int:
+        """Remove a bounded number of expired objects, and return it: ask again until it is 0. They are absent anyway.
+
+        To be called now and then; also has times of use written where no get or put does.
+        """
+        self._recency.write_when_due()
+        return self._evictor.sweep() if self._limits.has_ttl else 0
 
     def usage(self) -> Usage:
         """Space as it is on the medium. O(1)."""
         return self._backend.usage()
 
-    def tenant_usage(self, tenant: bytes) -> tuple[int, int]:
-        """Payload bytes and objects of the tenant with this digest."""
+    def tenant_usage(self, tenant: bytes) -> TenantUsage:
+        """What the tenant with this digest has."""
         with self._lock:
-            usage = self._residents.tenant_usage(tenant)
-            return usage.payload_bytes, usage.objects
+            return self._catalog.residents.tenant_usage(tenant)
+
+    def tenant_stats(self, tenants: Sequence[bytes]) -> list[TenantStats]:
+        """What each of these has, and has lost."""
+        with self._lock:
+            self._catalog.expire_holds()
+            return [self._tenant_stats(tenant) for tenant in tenants]
+
+    def _tenant_stats(self, tenant: bytes) -> TenantStats:
+        usage = self._catalog.residents.tenant_usage(tenant)
+        return TenantStats(
+            payload_bytes=usage.payload_bytes,
+            stored_bytes=usage.stored_bytes,
+            objects=usage.objects,
+            pinned_bytes=self._catalog.pins.use_of(tenant).stored_bytes,
+            evictions=self._catalog.counters.evictions_by_tenant[tenant],
+        )
 
     def tenants(self) -> list[bytes]:
         """Digests of the tenants that have objects."""
         with self._lock:
-            return self._residents.tenants()
+            return self._catalog.residents.tenants()
 
     def stats(self) -> StoreStats:
         """The counters as they are now."""
         with self._lock:
-            self._leases.expire(now_s=self._clock())
-            return self._counters.snapshot(leases=len(self._leases), leased_keys=self._leases.key_count)
+            catalog = self._catalog
+            catalog.expire_holds()
+            holds = Holds(
+                leases=len(catalog.leases),
+                leased_keys=catalog.leases.key_count,
+                pins=len(catalog.pins),
+                pinned_bytes=catalog.pins.stored_bytes,
+                watchers=catalog.events.watcher_count,
+            )
+            return catalog.counters.snapshot(
+                holds, events_told=catalog.events.told_count, events_lost=catalog.events.lost_count
+            )
 
     def persist_recency(self) -> None:
-        """Write the times of use that have come up since the last time.
-
-        A thread of the store does it, every TOUCH_INTERVAL_S in which there are gets or puts.
-        """
-        self._touched_at_s = self._clock()
-        start: int | None = 0
-        while start is not None:
-            with self._lock:
-                touched, start = self._residents.take_touched(start, count_max=TOUCH_KEYS_MAX)
-            if touched:
-                self._backend.touch(touched)
+        """Write the times of use that have come up since the last time; otherwise done now and then by a thread."""
+        self._recency.write()
 
     def close(self) -> None:
         """Persist recency and close the backend. Idempotent, and nothing in a forked child.
@@ -388,24 +382,9 @@ class ObjectStore:
                 return
             self._is_closed = True
         try:
-            if self._touching.close(timeout_s=TOUCH_CLOSE_S):
-                self.persist_recency()
+            self._recency.close()
         finally:
             self._backend.close()
-
-    def _persist_recency_when_due(self) -> None:
-        """Wake the thread that does; when it is at work already, what is pending waits for the next time."""
-        with self._lock:
-            if self._is_closed or self._clock() - self._touched_at_s < TOUCH_INTERVAL_S:
-                return
-        with contextlib.suppress(QueueFull):
-            self._touching.submit(self._persist_recency_quietly)
-
-    def _persist_recency_quietly(self) -> None:
-        try:
-            self.persist_recency()
-        except BackendError as error:
-            self._notices.warning("touch", "times of use could not be written: %s", error)
 
 
 def _check_settings(object_bytes_max: int, high: float, low: float, floor_bytes: int) -> None:

@@ -87,8 +87,8 @@ def store_readings(snapshot: StoreSnapshot) -> Iterator[Reading]:
     yield Reading("hicache_store_used_bytes", "Space used, with overhead.", lambda: snapshot.usage.stored_bytes)
     yield Reading("hicache_store_payload_bytes", "Payload stored.", lambda: snapshot.usage.payload_bytes)
     yield Reading("hicache_store_objects", "Objects stored.", lambda: snapshot.usage.objects)
-    yield Reading("hicache_store_leases", "Leases that have not ended.", lambda: snapshot.stats.leases)
-    yield Reading("hicache_store_leased_objects", "Objects under a lease.", lambda: snapshot.stats.leased_keys)
+    yield Reading("hicache_store_leases", "Leases that have not ended.", lambda: snapshot.stats.holds.leases)
+    yield Reading("hicache_store_leased_objects", "Objects under a lease.", lambda: snapshot.stats.holds.leased_keys)
     counters: tuple[tuple[str, str, Callable[[StoreStats], int]], ...] = (
         ("hicache_store_read_bytes", "Payload read and verified.", lambda stats: stats.bytes_read),
         ("hicache_store_written_bytes", "Payload written.", lambda stats: stats.bytes_written),

@@ -21,6 +21,7 @@ from hicache.backends.mooncake_nodes import SuspectNodes
 from hicache.backends.mooncake_settings import MooncakeSettings, parse_url
 from hicache.backends.mooncake_staging import Staging
 from hicache.backends.open import open_backend, open_store
+from hicache.backends.residents import TenantUsage
 from hicache.backends.shared_store import SharedStore
 from hicache.breaker import BreakerState
 from hicache.errors import BackendError, ConfigError
@@ -448,13 +449,13 @@ def test_a_shared_store_asks_each_time_and_remembers_only_leases() -> None:
     clock.now_s += 4
     assert store.renew(lease_id, lease_s=5)
     clock.now_s += 4
-    assert (store.stats().leases, store.stats().leased_keys) == (1, 1)
+    assert (store.stats().holds.leases, store.stats().holds.leased_keys) == (1, 1)
     other.delete([key(1)])
     assert not store.renew(lease_id, lease_s=5)
     assert store.stats().leases == 0
     stats = store.stats()
     assert (stats.lookup_hits, stats.lookup_misses, stats.bytes_read, stats.bytes_written) == (1, 2, 6, 1)
-    assert (store.tenants(), store.tenant_usage(b"t" * 16)) == ([], (0, 0))
+    assert (store.tenants(), store.tenant_usage(b"t" * 16)) == ([], TenantUsage())
     assert store.usage().objects == 1
     store.close()
     store.close()

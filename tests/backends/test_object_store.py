@@ -13,7 +13,8 @@ from hicache.backends.faulty import Fault, FaultKind, FaultyBackend
 from hicache.backends.file_store import FileBackend
 from hicache.backends.leases import Leases
 from hicache.backends.lmdb_store import LmdbBackend
-from hicache.backends.store import TOUCH_INTERVAL_S, ObjectStore
+from hicache.backends.recency_writer import TOUCH_INTERVAL_S
+from hicache.backends.store import ObjectStore
 from hicache.errors import BackendError, ConfigError
 from hicache.outcome import Outcome
 from tests.backends.payloads import OTHER_TENANT, TENANT, key, payload
@@ -72,6 +73,12 @@ class Rig:
         """Which are on the medium, without counting as use."""
         found = self.files.contains([key(number) for number in numbers])
         return [number for number, is_there in zip(numbers, found, strict=True) if is_there]
+
+
+def owned(store: ObjectStore, tenant: bytes) -> tuple[int, int]:
+    """Payload bytes and objects of a tenant."""
+    usage = store.tenant_usage(tenant)
+    return usage.payload_bytes, usage.objects
 
 
 @pytest.fixture
@@ -146,7 +153,7 @@ def test_an_expired_lease_protects_nothing_and_cannot_be_renewed(rig: Rig) -> No
     assert rig.present(0) == [0]
     rig.clock.now_s += 1.0
     assert not rig.store.renew(lease, lease_s=10.0)
-    assert rig.store.stats().leases == 0
+    assert rig.store.stats().holds.leases == 0
     rig.put(*range(200, 290))
     assert rig.present(0) == []
 
@@ -162,16 +169,16 @@ def test_leases_protect_half_of_the_store_and_the_rest_stays_for_puts(rig: Rig) 
     fill(rig)
     outcomes, lease = rig.store.lookup([key(number) for number in range(90)], lease_s=10.0)
     assert outcomes == [Outcome.OK] * 90
-    assert rig.store.stats().leased_keys == 50
+    assert rig.store.stats().holds.leased_keys == 50
     assert rig.store.lookup([key(number) for number in range(50, 90)], lease_s=10.0) == ([Outcome.OK] * 40, 0)
     _, other_lease = rig.store.lookup([key(60), key(3)], lease_s=10.0)
     assert other_lease != 0, "what is protected already costs nothing"
     assert rig.put(*range(100, 200)) == [Outcome.OK] * 100
     assert rig.present(*range(90)) == list(range(50)), "the first keys got the lease"
     rig.store.release(lease)
-    assert rig.store.stats().leased_keys == 1
+    assert rig.store.stats().holds.leased_keys == 1
     rig.store.lookup([key(number) for number in range(150, 190)], lease_s=10.0)
-    assert rig.store.stats().leased_keys > 1, "what ends makes room for others"
+    assert rig.store.stats().holds.leased_keys > 1, "what ends makes room for others"
 
 
 def test_an_object_larger_than_what_leases_leave_finds_no_space_and_costs_nothing_leased(rig: Rig) -> None:
@@ -190,7 +197,7 @@ def test_leased_objects_are_examined_once_and_not_by_every_eviction(rig: Rig, mo
     for number in range(50, 90):
         rig.store.lookup([key(number)])  # now the leased ones are the oldest
     examined: list[bytes] = []
-    is_leased = type(rig.store._leases).__contains__
+    is_leased = type(rig.store._catalog.leases).__contains__
 
     def watched(held: Leases, name: object) -> bool:
         assert isinstance(name, bytes)
@@ -294,7 +301,7 @@ def test_br_082_at_the_free_space_floor_the_store_shrinks_and_then_refuses(
     floor = 1 << 40
     free = floor + 64 * KIB  # what the rest of the machine leaves
     used_then = rig.files.usage().stored_bytes
-    rig.store._floor_bytes = floor
+    rig.store._evictor._floor_bytes = floor
     monkeypatch.setattr(rig.faulty, "free_bytes", lambda: free + used_then - rig.files.usage().stored_bytes)
     assert rig.put(50) == [Outcome.OK]
     assert rig.put(51) == [Outcome.OK]
@@ -325,16 +332,16 @@ def test_a_batch_larger_than_the_store_is_taken_in_parts(rig: Rig) -> None:
 
 def test_the_same_key_twice_in_a_batch_exists_the_second_time(rig: Rig) -> None:
     assert rig.put(1, 1) == [Outcome.OK, Outcome.EXISTS]
-    assert rig.store.tenant_usage(TENANT) == (OBJECT_BYTES, 1)
+    assert owned(rig.store, TENANT) == (OBJECT_BYTES, 1)
 
 
 def test_tenants_are_accounted_apart(rig: Rig) -> None:
     rig.put(1, 2)
     rig.store.put([PutItem(key(1, OTHER_TENANT), memoryview(b"abc"))])
-    assert rig.store.tenant_usage(TENANT) == (2 * OBJECT_BYTES, 2)
-    assert rig.store.tenant_usage(OTHER_TENANT) == (3, 1)
+    assert owned(rig.store, TENANT) == (2 * OBJECT_BYTES, 2)
+    assert owned(rig.store, OTHER_TENANT) == (3, 1)
     assert rig.store.delete([key(1), key(1, OTHER_TENANT)]) == [Outcome.OK, Outcome.OK]
-    assert rig.store.tenant_usage(OTHER_TENANT) == (0, 0)
+    assert owned(rig.store, OTHER_TENANT) == (0, 0)
     assert rig.store.tenants() == [TENANT]
 
 
@@ -360,7 +367,7 @@ def test_recency_is_written_at_most_once_per_interval(rig: Rig) -> None:
     rig.put(2)
     rig.clock.now_s += TOUCH_INTERVAL_S - 1
     rig.put(3)
-    assert rig.store._touching.queued_count == 0
+    assert rig.store._recency.worker.queued_count == 0
     assert not touched.entered.is_set()
     rig.clock.now_s += 1
     rig.put(4)
@@ -378,12 +385,12 @@ def test_gets_and_puts_do_not_wait_for_times_of_use(rig: Rig) -> None:
         rig.clock.now_s += TOUCH_INTERVAL_S
         assert rig.get(1) is Outcome.OK
         assert rig.put(100 + number) == [Outcome.OK]
-    assert rig.store._touching.queued_count <= 1
+    assert rig.store._recency.worker.queued_count <= 1
     rig.faulty.disarm()
 
 
 def test_a_close_does_not_wait_for_ever_for_times_of_use(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hicache.backends.store.TOUCH_CLOSE_S", 0.05)
+    monkeypatch.setattr("hicache.backends.recency_writer.TOUCH_CLOSE_S", 0.05)
     rig.put(1)
     rig.store.lookup([key(1)])
     stuck = rig.faulty.arm("touch", Fault(FaultKind.NEVER))
@@ -397,7 +404,7 @@ def test_a_close_does_not_wait_for_ever_for_times_of_use(rig: Rig, monkeypatch: 
 def test_times_of_use_are_written_in_bounded_calls_and_keep_their_order(
     rig: Rig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hicache.backends.store.TOUCH_KEYS_MAX", 4)
+    monkeypatch.setattr("hicache.backends.recency_writer.TOUCH_KEYS_MAX", 4)
     fill(rig, 10)
     rig.clock.now_s = 4_000_000_000.0
     rig.store.lookup([key(number) for number in range(10)])
@@ -454,7 +461,7 @@ def test_a_corrupt_object_is_a_miss_forgotten_and_counted(rig: Rig) -> None:
     assert rig.get(1) is Outcome.CORRUPT
     assert rig.store.lookup([key(1)])[0] == [Outcome.ABSENT]
     assert rig.store.stats().corrupt_dropped == 1
-    assert rig.store.tenant_usage(TENANT) == (0, 0)
+    assert owned(rig.store, TENANT) == (0, 0)
     assert rig.put(1) == [Outcome.OK]
 
 
@@ -483,7 +490,7 @@ def test_counters_tell_what_happened(rig: Rig) -> None:
     assert stats.gets == {Outcome.OK: 1, Outcome.ABSENT: 1}
     assert (stats.lookup_hits, stats.lookup_misses) == (2, 1)
     assert (stats.bytes_written, stats.bytes_read) == (2 * OBJECT_BYTES, OBJECT_BYTES)
-    assert (stats.leases, stats.leased_keys) == (1, 2)
+    assert (stats.holds.leases, stats.holds.leased_keys) == (1, 2)
     assert lease != 0
 
 
@@ -528,7 +535,7 @@ def test_an_object_put_while_it_is_evicted_is_there_afterwards(rig: Rig) -> None
         thread.join(timeout=30)
     assert outcomes in ([Outcome.OK], [Outcome.EXISTS])
     assert rig.get(1) is Outcome.OK
-    assert rig.store.tenant_usage(TENANT) == (OBJECT_BYTES, 1)
+    assert owned(rig.store, TENANT) == (OBJECT_BYTES, 1)
 
 
 def test_what_two_threads_put_at_once_is_known_to_both(rig: Rig) -> None:
@@ -540,7 +547,7 @@ def test_what_two_threads_put_at_once_is_known_to_both(rig: Rig) -> None:
     fault.release()
     first.join(timeout=30)
     assert rig.get(1) is Outcome.OK
-    assert rig.store.tenant_usage(TENANT) == (OBJECT_BYTES, 1)
+    assert owned(rig.store, TENANT) == (OBJECT_BYTES, 1)
 
 
 def test_closing_twice_is_nothing_and_a_closed_store_says_so(rig: Rig) -> None:
@@ -601,5 +608,5 @@ def test_many_threads_keep_a_store_within_its_bounds(tmp_path: Path, open_backen
     assert wrong == []
     usage = store.usage()
     assert usage.stored_bytes <= usage.capacity_bytes
-    assert store.tenant_usage(TENANT) == (usage.payload_bytes, usage.objects)
+    assert owned(store, TENANT) == (usage.payload_bytes, usage.objects)
     store.close()

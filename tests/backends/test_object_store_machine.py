@@ -94,7 +94,7 @@ class ObjectStoreMachine(RuleBasedStateMachine):
         assert found <= self.stored
         assert self.leased() & set(numbers) <= found
         if lease:
-            protected = {number for number in found if name_of(number) in self.store._leases.keys(lease)}
+            protected = {number for number in found if name_of(number) in self.store._catalog.leases.keys(lease)}
             self.leases[lease] = (protected, self.now_s + lease_s)
         wanted = self.leased() | (found if lease_s > 0 else set())
         assert sum(self.faulty.stored_bytes(SIZES[number]) for number in self.leased()) <= CAPACITY_BYTES // 2
@@ -155,7 +155,9 @@ class ObjectStoreMachine(RuleBasedStateMachine):
         assert usage.payload_bytes == sum(told.values())
         assert usage.stored_bytes == sum(map(self.faulty.stored_bytes, told.values())) <= CAPACITY_BYTES
         tenants = [self.store.tenant_usage(tenant) for tenant in (TENANT, OTHER_TENANT)]
-        assert (usage.payload_bytes, usage.objects) == tuple(map(sum, zip(*tenants, strict=True)))
+        assert usage.payload_bytes == sum(tenant.payload_bytes for tenant in tenants)
+        assert usage.stored_bytes == sum(tenant.stored_bytes for tenant in tenants)
+        assert usage.objects == sum(tenant.objects for tenant in tenants)
 
     def teardown(self) -> None:
         if hasattr(self, "store"):

@@ -1,0 +1,218 @@
+"""What an object store knows in memory: what is there, what keeps it, what is on its way, and who wants to know."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from hicache.backends.base import StoredObject
+from hicache.backends.events import Events, Removal
+from hicache.backends.key_table import NO_SLOT
+from hicache.backends.leases import Leases
+from hicache.backends.pins import Pins, PinUse
+from hicache.backends.residents import Residents
+from hicache.backends.store_stats import StoreCounters
+from hicache.backends.tenant_limits import StoreLimits
+from hicache.outcome import Outcome
+from hicache.tenancy import TENANT_BYTES
+
+LEASED_SHARE_MAX = 0.5  # of the capacity: the rest stays for puts, whoever leases
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Read:
+    """A get in progress: its keys, without those that were stored anew after it began."""
+
+    keys: set[bytes]
+
+
+class Catalog:
+    """The index of a store and everything that bears on it. Callers hold ``lock``, and never in a call of a backend."""
+
+    def __init__(
+        self,
+        scanned: Iterable[StoredObject],
+        *,
+        stored_bytes: Callable[[int], int],
+        capacity_bytes: int,
+        limits: StoreLimits,
+        clock: Callable[[], float],
+        wall_clock: Callable[[], float],
+    ) -> None:
+        """``clock`` is for leases and pins, ``wall_clock`` for times of use, which outlive the process."""
+        self.lock = threading.Lock()
+        self.limits = limits
+        self.residents = Residents(scanned, stored_bytes=stored_bytes, now_s=wall_clock())
+        self.leases = Leases(
+            bytes_max=int(capacity_bytes * LEASED_SHARE_MAX),
+            bytes_of=self._stored_bytes_of,
+            on_freed=self.residents.put_back,
+        )
+        self.pins = Pins(limit_of=self._pin_limit, on_freed=self.residents.put_back)
+        self.events = Events()
+        self.counters = StoreCounters()
+        self.reserved_bytes: Counter[bytes] = Counter()  # by tenant, for puts in progress
+        self.reserved_objects: Counter[bytes] = Counter()
+        self.writing: Counter[bytes] = Counter()
+        self.doomed: set[bytes] = set()  # deleted while being written
+        self.reads: list[Read] = []  # in progress
+        self.stored_bytes = stored_bytes
+        self._capacity_bytes = capacity_bytes
+        self._clock = clock
+        self._wall_clock = wall_clock
+
+    def find(self, keys: Sequence[bytes]) -> list[bool]:
+        """Which keys are there, for those who look for them: what has expired is not, unless something keeps it."""
+        return self._each_tenant(keys, lambda part, since_s: self.residents.find(part, used_since_s=since_s))
+
+    def use(self, keys: Sequence[bytes]) -> list[bool]:
+        """``find``, and count what is there as used now, the first one as the last."""
+        now_s = self._wall_clock()
+
+        def use_part(part: Sequence[bytes], since_s: float) -> list[bool]:
+            used: list[bool] = (self.residents.use(part, now_s=now_s, used_since_s=since_s) != NO_SLOT).tolist()
+            return used
+
+        return self._each_tenant(keys, use_part)
+
+    def _each_tenant(self, keys: Sequence[bytes], find: Callable[[Sequence[bytes], float], list[bool]]) -> list[bool]:
+        """``find(part, used_since_s)`` of the keys of each tenant, and again of those that a lease or pin keeps."""
+        if not self.limits.has_ttl:
+            return find(keys, -math.inf)
+        found: list[bool] = []
+        for tenant, of_tenant in groupby(keys, key=tenant_of):
+            part = list(of_tenant)
+            found_part = find(part, self.expired_before_s(tenant))
+            for position, key in enumerate(part):
+                if not found_part[position] and (key in self.leases or key in self.pins):
+                    found_part[position] = find([key], -math.inf)[0]
+            found += found_part
+        return found
+
+    def revive(self, keys: Sequence[bytes]) -> list[bool]:
+        """As ``use``, and for what has expired, too, while it is still there."""
+        revived: list[bool] = (self.residents.use(keys, now_s=self._wall_clock()) != NO_SLOT).tolist()
+        return revived
+
+    def refresh(self, keys: Sequence[bytes]) -> None:
+        """Count those that are there as used now."""
+        self.residents.refresh(keys, now_s=self._wall_clock())
+
+    def expired_before_s(self, tenant: bytes) -> float:
+        """What a tenant used last before this has expired."""
+        ttl_s = self.limits.of(tenant).ttl_s
+        return self._wall_clock() - ttl_s if ttl_s > 0 else -math.inf
+
+    def add(self, key: bytes, size_bytes: int) -> None:
+        """An object is there, complete."""
+        is_new = key not in self.residents
+        self.residents.add(key, size_bytes, now_s=self._wall_clock())
+        if is_new:
+            self.events.tell(key, None)
+
+    def take_back(self, key: bytes, size_bytes: int, *, is_expired: bool) -> None:
+        """An object whose delete failed is there all the same; one that has expired stays absent for who looks."""
+        if is_expired:
+            self.residents.load([key], [size_bytes], [0.0])
+        else:
+            self.add(key, size_bytes)
+
+    def discard(self, key: bytes, removal: Removal) -> int | None:
+        """An object is gone, or as good as gone; returns its payload size, None when it was not there."""
+        size_bytes = self.residents.discard(key)
+        if size_bytes is not None:
+            self._gone(key, removal)
+        return size_bytes
+
+    def take_victims(
+        self,
+        tenant: bytes,
+        enough_bytes: float,
+        *,
+        count_max: int,
+        removal: Removal,
+        used_before_s: float = math.inf,
+    ) -> list[tuple[bytes, int]] | None:
+        """Take the least recently used of a tenant out of the index, except what is kept. See ``Residents``.
+
+        Nothing when there is nothing to take; None when a bounded look found nothing yet: ask again.
+        """
+        victims = self.residents.take_victims(
+            enough_bytes, count_max=count_max, is_kept=self._is_kept, tenant=tenant, used_before_s=used_before_s
+        )
+        for key, _ in victims or ():
+            self._gone(key, removal)
+        return victims
+
+    def _gone(self, key: bytes, removal: Removal) -> None:
+        self.pins.unpin(key)
+        self.events.tell(key, removal)
+
+    def _is_kept(self, key: bytes) -> bool:
+        return key in self.leases or key in self.pins or key in self.writing
+
+    def pin(self, keys: Sequence[bytes], *, expires_at_s: float) -> list[Outcome]:
+        """OK, ABSENT, or REFUSED at the limits of the tenant: the first keys are pinned, those beyond are not."""
+        outcomes = [Outcome.OK if is_there else Outcome.ABSENT for is_there in self.use(keys)]
+        for position, key in enumerate(keys):
+            if outcomes[position] is Outcome.OK and not self.pins.pin(
+                key, size_bytes=self._stored_bytes_of(key), expires_at_s=expires_at_s
+            ):
+                outcomes[position] = Outcome.REFUSED
+        return outcomes
+
+    def expire_holds(self) -> None:
+        """End the leases and pins whose time has come."""
+        now_s = self._clock()
+        self.leases.expire(now_s=now_s)
+        self.pins.expire(now_s=now_s)
+
+    def used_bytes(self) -> dict[bytes, int]:
+        """What each tenant has, and is about to have, as stored."""
+        used = {tenant: self.residents.tenant_usage(tenant).stored_bytes for tenant in self.residents.tenants()}
+        for tenant, reserved_bytes in self.reserved_bytes.items():
+            used[tenant] = used.get(tenant, 0) + reserved_bytes
+        return used
+
+    def reserve(self, keys: Sequence[bytes], size_bytes: int) -> None:
+        """A put of objects of one tenant begins, which will store ``size_bytes``."""
+        tenant = tenant_of(keys[0])
+        self.reserved_bytes[tenant] += size_bytes
+        self.reserved_objects[tenant] += len(keys)
+        self.writing.update(keys)
+
+    def unreserve(self, keys: Sequence[bytes], size_bytes: int) -> list[bytes]:
+        """It has ended. Returns what was to be deleted meanwhile, and is now whole."""
+        tenant = tenant_of(keys[0])
+        self.reserved_bytes[tenant] -= size_bytes
+        self.reserved_objects[tenant] -= len(keys)
+        if not self.reserved_objects[tenant]:
+            del self.reserved_bytes[tenant], self.reserved_objects[tenant]
+        doomed: list[bytes] = []
+        for key in keys:
+            self.writing[key] -= 1
+            if not self.writing[key]:
+                del self.writing[key]
+                self.residents.put_back([key])
+                if key in self.doomed:
+                    self.doomed.remove(key)
+                    doomed.append(key)
+        return doomed
+
+    def _stored_bytes_of(self, key: bytes) -> int:
+        return self.stored_bytes(self.residents.size_bytes(key) or 0)
+
+    def _pin_limit(self, tenant: bytes) -> PinUse:
+        return PinUse(
+            stored_bytes=self.limits.pinned_bytes_max(tenant, capacity_bytes=self._capacity_bytes),
+            objects=self.limits.of(tenant).pinned_objects_max,
+        )
+
+
+def tenant_of(key: bytes) -> bytes:
+    """The tenant's digest in a physical key."""
+    return key[:TENANT_BYTES]

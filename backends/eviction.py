@@ -1,0 +1,219 @@
+"""What has to go: to make room in the store, to keep a tenant within its quota, and because its time is over."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+from collections.abc import Callable, Sequence
+
+from hicache.backends.base import Backend
+from hicache.backends.catalog import Catalog, tenant_of
+from hicache.backends.events import Removal
+from hicache.backends.shares import gives
+from hicache.backends.store_stats import Cause
+from hicache.notices import Notices
+from hicache.outcome import Outcome
+
+EVICTION_KEYS_MAX = 256  # in one delete of the backend
+EVICTION_FAILURES_MAX = 8  # passes in which every delete failed
+
+Victims = list[tuple[bytes, int]]  # keys and payload sizes
+
+
+class Evictor:
+    """Removes objects that nobody asked to delete. Thread-safe.
+
+    When the store is full, the tenant that has most for its weight loses its least recently used objects first, and no
+    tenant loses any while it is at or below its share, except to its own puts. See docs/decisions/0013.
+    """
+
+    def __init__(
+        self,
+        backend: Backend,
+        catalog: Catalog,
+        *,
+        removal_lock: threading.Lock,
+        high_bytes: int,
+        low_bytes: int,
+        floor_bytes: int,
+    ) -> None:
+        """``removal_lock`` is taken before the catalog's: one eviction or delete at a time."""
+        self._backend = backend
+        self._catalog = catalog
+        self._removal_lock = removal_lock
+        self._high_bytes = high_bytes
+        self._low_bytes = low_bytes
+        self._floor_bytes = floor_bytes
+        self._capacity_bytes = backend.usage().capacity_bytes
+        self._notices = Notices(logging.getLogger(__name__))
+
+    def make_room(self, tenant: bytes, need_bytes: int) -> bool:
+        """Evict until what is reserved fits; False when the free space floor forbids the put of ``tenant``.
+
+        When everything that may go is kept the put goes on and the backend says what fits.
+        """
+        if self._above(self._high_bytes) > 0:
+            self.evict(tenant, lambda: self._above(max(self._low_bytes, min(need_bytes, self._capacity_bytes))))
+        short_bytes = self._below_floor(need_bytes)
+        if short_bytes > 0:
+            self.evict(tenant, lambda: self._below_floor(need_bytes))
+            short_bytes = self._below_floor(need_bytes)
+        if short_bytes > 0:
+            self._notices.warning("floor", "the file system is at its free space floor: objects are not stored")
+        return short_bytes <= 0
+
+    def make_room_in_quota(self, tenant: bytes, sizes_bytes: Sequence[int]) -> int:
+        """Evict of ``tenant`` alone until objects of these stored sizes, which are reserved, fit into its quota.
+
+        Returns how many of them do, the first ones: fewer than all when the rest of what it has is kept.
+        """
+        limits = self._catalog.limits.of(tenant)
+        if not limits.quota_bytes and not limits.quota_objects:
+            return len(sizes_bytes)
+        if limits.quota_bytes and max(sizes_bytes) > limits.quota_bytes:
+            return 0  # groups are made so that such an object is alone
+        failed_passes = room_bytes = room_objects = 0
+        with self._removal_lock:
+            while failed_passes < EVICTION_FAILURES_MAX:
+                with self._catalog.lock:
+                    room_bytes, room_objects = self._quota_room(tenant, sizes_bytes)
+                    short_bytes, short_objects = sum(sizes_bytes) - room_bytes, len(sizes_bytes) - room_objects
+                    if short_bytes <= 0 and short_objects <= 0:
+                        break
+                    victims = self._take_own(tenant, short_bytes, short_objects)
+                if victims:
+                    failed_passes += self._delete(victims, Cause.QUOTA) == 0
+                elif victims is not None:
+                    break
+        return _count_that_fit(sizes_bytes, room_bytes, room_objects)
+
+    def _quota_room(self, tenant: bytes, sizes_bytes: Sequence[int]) -> tuple[int, int]:
+        """Bytes and objects that these objects may have, under the catalog's lock."""
+        catalog, limits = self._catalog, self._catalog.limits.of(tenant)
+        usage = catalog.residents.tenant_usage(tenant)
+        others_bytes = usage.stored_bytes + catalog.reserved_bytes[tenant] - sum(sizes_bytes)
+        others = usage.objects + catalog.reserved_objects[tenant] - len(sizes_bytes)
+        room_bytes = limits.quota_bytes - others_bytes if limits.quota_bytes else sum(sizes_bytes)
+        return room_bytes, limits.quota_objects - others if limits.quota_objects else len(sizes_bytes)
+
+    def _take_own(self, tenant: bytes, short_bytes: int, short_objects: int) -> Victims | None:
+        """As many as bytes are short, or as objects are; None: ask again."""
+        self._catalog.expire_holds()
+        if short_bytes > 0:
+            return self._catalog.take_victims(tenant, short_bytes, count_max=EVICTION_KEYS_MAX, removal=Removal.EVICTED)
+        count_max = min(short_objects, EVICTION_KEYS_MAX)
+        return self._catalog.take_victims(tenant, math.inf, count_max=count_max, removal=Removal.EVICTED)
+
+    def evict(self, putting: bytes, shortfall: Callable[[], int]) -> int:
+        """Remove until as many bytes are free as ``shortfall()`` says when its turn comes, for a put of a tenant.
+
+        Returns how many that were. Objects whose delete fails count as used now and are passed over.
+        """
+        freed_bytes = failed_passes = 0
+        spent: set[bytes] = set()
+        with self._removal_lock:
+            enough_bytes = shortfall()
+            while freed_bytes < enough_bytes and failed_passes < EVICTION_FAILURES_MAX:
+                with self._catalog.lock:
+                    self._catalog.expire_holds()
+                    victims = self._take_fairly(putting, enough_bytes - freed_bytes, spent)
+                if victims is None:
+                    break
+                if victims:
+                    pass_bytes = self._delete(victims, Cause.SHARE)
+                    freed_bytes += pass_bytes
+                    failed_passes += pass_bytes == 0
+        return freed_bytes
+
+    def _take_fairly(self, putting: bytes, short_bytes: int, spent: set[bytes]) -> Victims | None:
+        """Victims for one pass; none: ask again; None: there are none. Adds to ``spent`` who has nothing more."""
+        catalog = self._catalog
+        used_bytes = catalog.used_bytes()
+        weights = {tenant: catalog.limits.of(tenant).weight for tenant in used_bytes}
+        wanted = gives(used_bytes, weights, shortfall_bytes=short_bytes, spent=spent)
+        if not wanted and putting not in spent:
+            wanted = [(putting, short_bytes)]  # its own put may cost it anything of its own
+        if not wanted:
+            return None
+        victims: Victims = []
+        for tenant, give_bytes in wanted:
+            left_bytes = short_bytes - sum(catalog.stored_bytes(size_bytes) for _, size_bytes in victims)
+            if left_bytes <= 0 or len(victims) >= EVICTION_KEYS_MAX:
+                break
+            taken = catalog.take_victims(
+                tenant,
+                min(give_bytes, left_bytes),
+                count_max=EVICTION_KEYS_MAX - len(victims),
+                removal=Removal.EVICTED,
+            )
+            victims += taken or ()
+            if taken == []:
+                spent.add(tenant)
+        return victims
+
+    def sweep(self) -> int:
+        """Remove objects that have expired, EVICTION_KEYS_MAX at most; returns how many. Ask again until it is 0."""
+        with self._removal_lock:
+            with self._catalog.lock:
+                self._catalog.expire_holds()
+                tenants = self._catalog.residents.tenants()
+            for tenant in tenants:
+                while (victims := self._take_expired(tenant)) is None:
+                    pass  # the lock was let go in between
+                count = self._count_removed(Cause.TTL)
+                if victims and self._delete(victims, Cause.TTL):
+                    return self._count_removed(Cause.TTL) - count
+        return 0
+
+    def _take_expired(self, tenant: bytes) -> Victims | None:
+        with self._catalog.lock:
+            before_s = self._catalog.expired_before_s(tenant)
+            if before_s == -math.inf:
+                return []
+            return self._catalog.take_victims(
+                tenant, math.inf, count_max=EVICTION_KEYS_MAX, removal=Removal.EXPIRED, used_before_s=before_s
+            )
+
+    def _count_removed(self, cause: Cause) -> int:
+        with self._catalog.lock:
+            return self._catalog.counters.removed[cause]
+
+    def _delete(self, victims: Victims, cause: Cause) -> int:
+        """Delete what was taken out of the index; returns the bytes that are free now. Under the removal lock."""
+        outcomes = self._backend.delete([key for key, _ in victims])
+        catalog = self._catalog
+        freed_bytes = failures = 0
+        with catalog.lock:
+            for (key, size_bytes), outcome in zip(victims, outcomes, strict=True):
+                if outcome in (Outcome.OK, Outcome.ABSENT):
+                    freed_bytes += catalog.stored_bytes(size_bytes)
+                    catalog.counters.note_removed(tenant_of(key), cause)
+                    continue
+                failures += 1
+                if key not in catalog.residents:
+                    catalog.take_back(key, size_bytes, is_expired=cause is Cause.TTL)
+            catalog.counters.removed_bytes[cause] += freed_bytes
+            catalog.counters.eviction_failures += failures
+        if failures:
+            self._notices.warning("evict", "%d objects could not be evicted", failures)
+        return freed_bytes
+
+    def _above(self, limit_bytes: int) -> int:
+        """By how much what is stored and reserved exceeds a limit."""
+        stored_bytes = self._backend.usage().stored_bytes
+        with self._catalog.lock:
+            return stored_bytes + self._catalog.reserved_bytes.total() - limit_bytes
+
+    def _below_floor(self, need_bytes: int) -> int:
+        free = self._backend.free_bytes()
+        return 0 if free is None else self._floor_bytes + need_bytes - free
+
+
+def _count_that_fit(sizes_bytes: Sequence[int], room_bytes: int, room_objects: int) -> int:
+    total_bytes = 0
+    for count, size_bytes in enumerate(sizes_bytes):
+        total_bytes += size_bytes
+        if total_bytes > room_bytes or count >= room_objects:
+            return count
+    return len(sizes_bytes)

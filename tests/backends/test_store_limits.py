@@ -1,0 +1,396 @@
+"""Limits of tenants in the object store: quotas, shares, time to live, pins, and what watchers are told."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hicache.backends.base import GetItem, PutItem
+from hicache.backends.events import Event, Removal
+from hicache.backends.faulty import Fault, FaultKind, FaultyBackend
+from hicache.backends.file_store import FileBackend
+from hicache.backends.store import ObjectStore
+from hicache.backends.tenant_limits import StoreLimits, TenantLimits
+from hicache.outcome import Outcome
+from tests.backends.payloads import OTHER_TENANT, TENANT, key, payload
+
+SLOT = 64 << 10
+OBJECT_BYTES = SLOT - 4096  # what fills a slot with its header
+SLOTS = 100
+THIRD_TENANT = b"3" * 16
+
+
+class Rig:
+    """A store of SLOTS slots with limits; ``now_s`` is both clocks."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self.now_s = 1_000_000.0
+        self.store: ObjectStore
+
+    def open(self, *, pin_share: float = 0.25, **by_tenant: TenantLimits) -> ObjectStore:
+        """``mine`` and ``other`` are the limits of the two tenants."""
+        digests = {"mine": TENANT, "other": OTHER_TENANT, "third": THIRD_TENANT}
+        self.files = FileBackend.open(self.directory, capacity_bytes=SLOTS * SLOT)
+        self.faulty = FaultyBackend(self.files)
+        self.store = ObjectStore(
+            self.faulty,
+            object_bytes_max=SLOTS * SLOT,
+            high_watermark=0.9,
+            low_watermark=0.8,
+            free_space_floor_bytes=0,
+            limits=StoreLimits(
+                by_tenant={digests[name]: limits for name, limits in by_tenant.items()}, pin_share=pin_share
+            ),
+            clock=lambda: self.now_s,
+            wall_clock=lambda: self.now_s,
+        )
+        return self.store
+
+    def put(self, *numbers: int, tenant: bytes = TENANT, size: int = OBJECT_BYTES) -> list[Outcome]:
+        return self.store.put([PutItem(key(number, tenant), memoryview(payload(number, size))) for number in numbers])
+
+    def put_each(self, numbers: range, tenant: bytes = TENANT) -> None:
+        for number in numbers:
+            assert self.put(number, tenant=tenant) == [Outcome.OK]
+
+    def present(self, numbers: range, tenant: bytes = TENANT) -> list[int]:
+        """Which are on the medium, without counting as use."""
+        found = self.files.contains([key(number, tenant) for number in numbers])
+        return [number for number, is_there in zip(numbers, found, strict=True) if is_there]
+
+    def looked_up(self, *numbers: int, tenant: bytes = TENANT) -> list[Outcome]:
+        return self.store.lookup([key(number, tenant) for number in numbers])[0]
+
+    def get(self, number: int) -> Outcome:
+        return self.store.get_into([GetItem(key(number), memoryview(bytearray(OBJECT_BYTES)))])[0]
+
+    def pin(self, *numbers: int, pin_s: float = 100.0, tenant: bytes = TENANT) -> list[Outcome]:
+        return self.store.pin([key(number, tenant) for number in numbers], pin_s=pin_s)
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    rig = Rig(tmp_path / "store")
+    yield rig
+    rig.store.close()
+
+
+class TestQuotas:
+    @pytest.mark.parametrize(
+        "limits", [TenantLimits(quota_bytes=20 * SLOT), TenantLimits(quota_objects=20)], ids=["bytes", "objects"]
+    )
+    def test_a_tenant_at_its_quota_makes_room_with_its_own_least_recently_used(
+        self, rig: Rig, limits: TenantLimits
+    ) -> None:
+        rig.open(mine=limits)
+        rig.put_each(range(5), OTHER_TENANT)
+        rig.put_each(range(20))
+        assert rig.store.stats().evictions == 0
+        rig.looked_up(0)
+        assert rig.put(*range(20, 26)) == [Outcome.OK] * 6
+        assert rig.present(range(26)) == [0, *range(7, 26)]
+        assert rig.present(range(5), OTHER_TENANT) == list(range(5))
+        assert (rig.store.stats().quota_evictions, rig.store.stats().evictions) == (6, 6)
+        assert [stats.evictions for stats in rig.store.tenant_stats([TENANT, OTHER_TENANT])] == [6, 0]
+
+    def test_a_batch_larger_than_the_quota_leaves_its_last_objects(self, rig: Rig) -> None:
+        rig.open(mine=TenantLimits(quota_bytes=20 * SLOT))
+        assert rig.put(*range(50)) == [Outcome.OK] * 50
+        assert rig.store.tenant_usage(TENANT).stored_bytes == 20 * SLOT
+        assert rig.present(range(50))[-1] == 49
+
+    def test_an_object_above_the_quota_finds_no_space_and_costs_nothing(self, rig: Rig) -> None:
+        rig.open(mine=TenantLimits(quota_bytes=4 * SLOT))
+        rig.put_each(range(4))
+        assert rig.put(9, size=5 * SLOT) == [Outcome.NO_SPACE]
+        assert rig.present(range(4)) == list(range(4))
+
+    def test_what_is_leased_or_pinned_leaves_no_space_and_the_rest_of_a_batch_still_fits(self, rig: Rig) -> None:
+        rig.open(mine=TenantLimits(quota_objects=6))
+        rig.put_each(range(6))
+        _, lease = rig.store.lookup([key(number) for number in range(3)], lease_s=10.0)
+        assert rig.pin(3, 4) == [Outcome.OK] * 2
+        assert rig.put(10) == [Outcome.OK]
+        assert rig.present(range(6)) == [0, 1, 2, 3, 4]
+        rig.store.lookup([key(10)], lease_s=10.0)
+        assert rig.put(11) == [Outcome.NO_SPACE]
+        assert rig.present(range(12)) == [0, 1, 2, 3, 4, 10]
+        rig.store.release(lease)
+        assert rig.put(12, 13) == [Outcome.OK] * 2
+
+    def test_a_delete_that_fails_does_not_let_a_tenant_above_its_quota(self, rig: Rig) -> None:
+        rig.open(mine=TenantLimits(quota_objects=4))
+        rig.put_each(range(4))
+        rig.faulty.arm("delete", Fault(FaultKind.EIO))
+        assert rig.put(5) == [Outcome.NO_SPACE]
+        assert rig.store.tenant_usage(TENANT).objects == 4
+        rig.faulty.disarm()
+        assert rig.put(5) == [Outcome.OK]
+
+    def test_a_quota_that_became_smaller_holds_from_the_next_put_on(self, rig: Rig) -> None:
+        rig.open()
+        rig.put_each(range(20))
+        rig.store.close()
+        rig.open(mine=TenantLimits(quota_objects=5))
+        assert rig.put(20) == [Outcome.OK]
+        assert rig.store.tenant_usage(TENANT).objects == 5
+
+
+class TestShares:
+    def test_a_flood_costs_a_tenant_within_its_share_nothing(self, rig: Rig) -> None:
+        rig.open()
+        rig.put_each(range(40), OTHER_TENANT)  # as many as its share of what stays, and the oldest
+        rig.put_each(range(300))
+        assert rig.present(range(40), OTHER_TENANT) == list(range(40))
+        assert rig.store.tenant_usage(TENANT).objects in range(40, 51)
+
+    def test_what_others_leave_is_borrowed_and_given_back(self, rig: Rig) -> None:
+        rig.open()
+        rig.put_each(range(90))
+        rig.put_each(range(100, 140), OTHER_TENANT)
+        assert rig.present(range(100, 140), OTHER_TENANT) == list(range(100, 140))
+        assert rig.store.tenant_usage(TENANT).objects >= 40
+
+    def test_a_tenant_with_twice_the_weight_keeps_twice_as_much(self, rig: Rig) -> None:
+        rig.open(mine=TenantLimits(weight=2.0), other=TenantLimits())
+        for number in range(0, 400, 5):
+            rig.put_each(range(number, number + 5))
+            rig.put_each(range(number, number + 5), OTHER_TENANT)
+        rig.put(1000)
+        mine, other = (rig.store.tenant_usage(tenant).objects for tenant in (TENANT, OTHER_TENANT))
+        assert 80 <= mine + other <= 90
+        assert abs(mine - 2 * other) <= 10
+
+    def test_a_borrower_whose_objects_are_leased_costs_nobody_within_his_share_anything(self, rig: Rig) -> None:
+        rig.open()
+        rig.put_each(range(25), OTHER_TENANT)
+        rig.put_each(range(60))
+        rig.store.lookup([key(number) for number in range(50)], lease_s=10.0)
+        rig.put_each(range(100, 130), THIRD_TENANT)
+        rig.put_each(range(200, 300), THIRD_TENANT)
+        assert rig.present(range(25), OTHER_TENANT) == list(range(25))
+        assert rig.present(range(50)) == list(range(50))
+
+    def test_a_full_medium_costs_the_tenant_that_puts(self, rig: Rig) -> None:
+        rig.open()
+        rig.put_each(range(5), OTHER_TENANT)
+        rig.put_each(range(5))
+        rig.faulty.arm("put", Fault(FaultKind.ENOSPC, times=1))
+        assert rig.put(10) == [Outcome.OK]
+        assert rig.present(range(5), OTHER_TENANT) == list(range(5))
+        assert rig.present(range(5)) == [1, 2, 3, 4]
+
+
+class TestTimeToLive:
+    def test_an_object_expires_after_its_last_use_and_only_for_its_tenant(self, rig: Rig) -> None:
+        rig.open(mine=TenantLimits(ttl_s=60.0))
+        rig.put(1, 2)
+        rig.put(1, tenant=OTHER_TENANT)
+        rig.now_s += 59.0
+        assert rig.looked_up(1) == [Outcome.OK]
+        rig.now_s += 2.0
+        assert rig.looked_up(1, 2) == [Outcome.OK, Outcome.ABSENT]
+        assert (rig.get(2), rig.get(1)) == (Outcome.ABSENT, Outcome.OK)
+        rig.now_s += 1000.0
+        assert rig.looked_up(1, tenant=OTHER_TENANT) == [Outcome.OK]
+        assert rig.present(range(1, 3)) == [1, 2], "nothing has swept yet"
+
+    def test_a_sweep_removes_what_has_expired_in_bounded_batches(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("hicache.backends.eviction.EVICTION_KEYS_MAX", 4)
+        rig.open(mine=TenantLimits(ttl_s=60.0))
+        rig.put(*range(10))
+        rig.put(*range(10), tenant=OTHER_TENANT)
+        assert rig.store.sweep() == 0
+        rig.now_s += 61.0
+        rig.put(20)
+        assert [rig.store.sweep() for _ in range(4)] == [4, 4, 2, 0]
+        assert rig.present(range(21)) == [20]
+        assert rig.present(range(10), OTHER_TENANT) == list(range(10))
+        assert (rig.store.stats().expirations, rig.store.stats().evictions) == (10, 0)
+
+    def test_a_restart_does_not_make_objects_younger(self, rig: Rig) -> None:
+        rig.open(mine=TenantLimits(ttl_s=60.0))
+        rig.now_s = 4_000_000_000.0  # files know when they were written by themselves
+        rig.put(1, 2)
+        rig.looked_up(1, 2)
+        rig.store.close()
+        rig.open(mine=TenantLimits(ttl_s=60.0))
+        rig.now_s += 50.0
+        assert rig.looked_up(1) == [Outcome.OK]
+        rig.now_s += 11.0
+        assert rig.looked_up(1, 2) == [Outcome.OK, Outcome.ABSENT]
+
+    def test_a_clock_that_goes_back_expires_nothing_early(self, rig: Rig) -> None:
+        rig.open(mine=TenantLimits(ttl_s=60.0))
+        rig.put(1)
+        rig.now_s -= 10_000.0
+        assert rig.looked_up(1) == [Outcome.OK]
+        rig.put(2)
+        assert rig.store.sweep() == 0
+        rig.now_s += 59.0
+        assert rig.looked_up(1, 2) == [Outcome.OK, Outcome.OK]
+
+    def test_leases_and_pins_outlast_the_time_to_live(self, rig: Rig) -> None:
+        rig.open(mine=TenantLimits(ttl_s=5.0))
+        rig.put(1, 2, 3)
+        rig.store.lookup([key(1)], lease_s=20.0)
+        rig.pin(2, pin_s=20.0)
+        rig.now_s += 10.0
+        assert rig.looked_up(3) == [Outcome.ABSENT]
+        rig.store.sweep()
+        assert (rig.get(1), rig.get(2)) == (Outcome.OK, Outcome.OK)
+        rig.now_s += 10.0
+        assert rig.looked_up(1, 2) == [Outcome.ABSENT, Outcome.ABSENT]
+
+    def test_an_expired_object_that_is_put_again_is_there_again_without_a_copy(self, rig: Rig) -> None:
+        rig.open(mine=TenantLimits(ttl_s=5.0))
+        rig.put(1)
+        rig.now_s += 6.0
+        assert rig.put(1) == [Outcome.EXISTS]
+        assert rig.looked_up(1) == [Outcome.OK]
+
+    def test_an_expired_object_that_cannot_be_deleted_stays_absent(self, rig: Rig) -> None:
+        rig.open(mine=TenantLimits(ttl_s=5.0))
+        rig.put(1)
+        rig.now_s += 6.0
+        rig.faulty.arm("delete", Fault(FaultKind.EIO))
+        assert rig.store.sweep() == 0
+        assert rig.looked_up(1) == [Outcome.ABSENT]
+        rig.faulty.disarm()
+        assert rig.store.sweep() == 1
+        assert rig.present(range(2)) == []
+
+
+class TestPins:
+    def test_pinned_objects_stay_until_the_pin_ends(self, rig: Rig) -> None:
+        rig.open()
+        rig.put_each(range(90))
+        assert rig.pin(0, 1, 500, pin_s=100.0) == [Outcome.OK, Outcome.OK, Outcome.ABSENT]
+        assert (rig.store.stats().holds.pins, rig.store.stats().holds.pinned_bytes) == (2, 2 * SLOT)
+        rig.put_each(range(100, 300))
+        assert rig.present(range(2)) == [0, 1]
+        rig.now_s += 100.0
+        assert rig.store.stats().holds.pins == 0
+        rig.put_each(range(300, 500))
+        assert rig.present(range(2)) == []
+
+    def test_an_unpinned_object_may_go_and_a_pin_is_only_made_longer(self, rig: Rig) -> None:
+        rig.open()
+        rig.put_each(range(3))
+        rig.pin(0, 1, pin_s=100.0)
+        rig.pin(1, pin_s=5.0)
+        rig.pin(1, pin_s=200.0)
+        assert rig.store.unpin([key(0), key(2)]) == [Outcome.OK, Outcome.ABSENT]
+        rig.now_s += 150.0
+        rig.put_each(range(100, 300))
+        assert rig.present(range(3)) == [1]
+
+    def test_pins_are_limited_by_bytes_and_by_count(self, rig: Rig) -> None:
+        rig.open(pin_share=0.1, mine=TenantLimits(weight=3.0), other=TenantLimits(pinned_objects_max=1))
+        rig.put_each(range(10))
+        rig.put_each(range(3), OTHER_TENANT)
+        assert rig.pin(*range(10)) == [Outcome.OK] * 7 + [Outcome.REFUSED] * 3
+        assert rig.pin(0, 1, tenant=OTHER_TENANT) == [Outcome.OK, Outcome.REFUSED]
+        rig.store.unpin([key(0)])
+        assert rig.pin(9) == [Outcome.OK]
+
+    def test_pins_of_one_tenant_leave_the_store_to_others(self, rig: Rig) -> None:
+        rig.open(mine=TenantLimits(), other=TenantLimits())
+        rig.put_each(range(90))
+        assert rig.pin(*range(90)).count(Outcome.OK) == 12
+        assert rig.put(*range(100, 180), tenant=OTHER_TENANT) == [Outcome.OK] * 80
+
+    def test_what_its_owner_deletes_or_what_is_corrupt_is_pinned_no_more(self, rig: Rig) -> None:
+        rig.open()
+        rig.put(1, 2)
+        rig.pin(1, 2)
+        assert rig.store.delete([key(1)]) == [Outcome.OK]
+        rig.faulty.arm("get_into", Fault(FaultKind.WRONG_BYTES, times=1))
+        assert rig.get(2) is Outcome.CORRUPT
+        assert (rig.store.stats().holds.pins, rig.store.stats().holds.pinned_bytes) == (0, 0)
+
+    def test_pinning_and_unpinning_for_ever_takes_no_memory(self, rig: Rig) -> None:
+        rig.open()
+        rig.put(1)
+        for _ in range(500):
+            rig.pin(1)
+            rig.store.unpin([key(1)])
+        assert len(rig.store._catalog.pins._expiries) <= 66
+
+
+class TestEvents:
+    def test_a_watcher_is_told_what_comes_and_goes_and_why(self, rig: Rig) -> None:
+        rig.open(mine=TenantLimits(ttl_s=60.0, quota_objects=3))
+        wakes: list[None] = []
+        told = rig.store.watch(TENANT, wake=lambda: wakes.append(None))
+        rig.put_each(range(4))  # one too many
+        assert len(wakes) == 1, "woken once until it has taken"
+        rig.put(1)  # exists: nothing has happened
+        rig.faulty.arm("get_into", Fault(FaultKind.WRONG_BYTES, times=1))
+        rig.get(1)
+        rig.store.delete([key(2), key(77)])
+        rig.now_s += 61.0
+        rig.store.sweep()
+        assert told.take() == (
+            0,
+            [
+                *(Event(key(number), None) for number in range(3)),
+                Event(key(0), Removal.EVICTED),
+                Event(key(3), None),
+                Event(key(1), Removal.CORRUPT),
+                Event(key(2), Removal.DELETED),
+                Event(key(3), Removal.EXPIRED),
+            ],
+        )
+        rig.put(8)
+        assert len(wakes) == 2
+        rig.store.unwatch(told)
+        rig.put(9)
+        assert told.take() == (0, [Event(key(8), None)])
+        assert rig.store.stats().holds.watchers == 0
+
+    def test_nobody_is_told_of_another_tenants_objects(self, rig: Rig) -> None:
+        rig.open()
+        mine, other = (rig.store.watch(tenant, wake=lambda: None) for tenant in (TENANT, OTHER_TENANT))
+        rig.put(1, tenant=OTHER_TENANT)
+        rig.store.delete([key(1, OTHER_TENANT)])
+        assert mine.take() == (0, [])
+        assert other.take()[1] == [Event(key(1, OTHER_TENANT), None), Event(key(1, OTHER_TENANT), Removal.DELETED)]
+
+    def test_a_watcher_that_does_not_take_loses_events_and_is_told_how_many(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("hicache.backends.events.QUEUED_EVENTS_MAX", 4)
+        rig.open()
+        slow = rig.store.watch(TENANT, wake=lambda: None)
+        rig.put_each(range(10))
+        lost, events = slow.take()
+        assert (lost, [event.key for event in events]) == (8, [key(8), key(9)])
+        assert (rig.store.stats().events_told, rig.store.stats().events_lost) == (10, 8)
+        rig.put(20)
+        assert slow.take() == (0, [Event(key(20), None)])
+
+    def test_a_snapshot_and_the_events_after_it_make_a_whole_picture(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("hicache.backends.store.SNAPSHOT_KEYS", 3)
+        rig.open()
+        rig.put_each(range(10))
+        rig.put_each(range(5), OTHER_TENANT)
+        told = rig.store.watch(TENANT, wake=lambda: None)
+        picture: set[bytes] = set()
+        for step, part in enumerate(rig.store.snapshot(TENANT)):
+            assert len(part) <= 3
+            picture |= set(part)
+            rig.store.delete([key(step), key(9 - step)])
+            rig.put(100 + step)
+            for event in told.take()[1]:
+                picture.add(event.key) if event.removal is None else picture.discard(event.key)
+        there = {stored.key for stored in rig.files.scan() if stored.key[:16] == TENANT}
+        assert picture == there
+        assert len(there) > 1
