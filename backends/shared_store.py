@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from hicache.backends.base import Backend, GetItem, PutItem, Usage
+from hicache.backends.events import Subscription
 from hicache.backends.leases import NO_LEASE, Leases
 from hicache.backends.residents import TenantUsage
-from hicache.backends.store_stats import Holds, StoreCounters, StoreStats
+from hicache.backends.store_stats import Holds, StoreCounters, StoreStats, TenantStats
 from hicache.errors import ConfigError
 from hicache.outcome import Outcome
 
@@ -30,8 +31,11 @@ class SharedStore:
     """What ObjectStore is for a backend of one daemon, without an index and without eviction. Thread-safe.
 
     An index in memory would hide what other daemons put, and promise what the store has evicted. Leases are those of
-    the backend: a lookup starts them, ``renew`` looks the keys up again, and ``release`` leaves them to run out.
+    the backend: a lookup starts them, ``renew`` looks the keys up again, and ``release`` leaves them to run out. There
+    are no pins, no events and no limits of tenants: what the store keeps, others decide too.
     """
+
+    is_indexed = False
 
     def __init__(
         self, backend: SharedBackend, *, object_bytes_max: int, clock: Callable[[], float] = time.monotonic
@@ -85,6 +89,29 @@ class SharedStore:
         with self._lock:
             return self._leases.release(lease_id, now_s=self._clock())
 
+    def pin(self, keys: Sequence[bytes], *, pin_s: float) -> list[Outcome]:
+        """REFUSED for all."""
+        return [Outcome.REFUSED] * len(keys)
+
+    def unpin(self, keys: Sequence[bytes]) -> list[Outcome]:
+        """ABSENT for all."""
+        return [Outcome.ABSENT] * len(keys)
+
+    def watch(self, tenant: bytes, *, wake: Callable[[], None]) -> Subscription:
+        """A subscription that is never told anything."""
+        return Subscription(tenant, wake=wake)
+
+    def unwatch(self, subscription: Subscription) -> None:
+        """Nothing."""
+
+    def snapshot(self, tenant: bytes) -> Iterator[list[bytes]]:
+        """Nothing."""
+        return iter(())
+
+    def sweep(self) -> int:
+        """Nothing: the backend has its own time to live."""
+        return 0
+
     def get_into(self, items: Sequence[GetItem]) -> list[Outcome]:
         """See ``Backend.get_into``. Counts as use."""
         outcomes = self._backend.get_into(items)
@@ -118,6 +145,10 @@ class SharedStore:
     def tenant_usage(self, tenant: bytes) -> TenantUsage:
         """Nothing: what a tenant has in a store that evicts by itself could only be counted by listing all of it."""
         return TenantUsage()
+
+    def tenant_stats(self, tenants: Sequence[bytes]) -> list[TenantStats]:
+        """Nothing of each, for the same reason."""
+        return [TenantStats(0, 0, 0, 0, 0)] * len(tenants)
 
     def tenants(self) -> list[bytes]:
         """None, for the same reason."""

@@ -33,6 +33,8 @@ class ObjectStore:
     without the lock. In a batch the first keys count as the most recently used: a page outlives the pages that follow.
     """
 
+    is_indexed = True
+
     def __init__(
         self,
         backend: Backend,

@@ -22,6 +22,11 @@ class Batch:
     extents: list[Extent]
     outcomes: list[Outcome]
 
+    @property
+    def total_bytes(self) -> int:
+        """The payload of the extents."""
+        return sum(extent.size_bytes for extent in self.extents)
+
 
 @dataclass(frozen=True, slots=True)
 class PackedKeys:
@@ -66,7 +71,8 @@ def read_physical_keys(keys: PackedKeys, session: Session) -> Steps[list[bytes]]
 def read_transfer(
     request: pb.TransferRequest, keys: PackedKeys, session: Session, region_bytes: int, config: DaemonConfig
 ) -> Steps[Batch]:
-    """The extents of a Get or Put, each inside ``[0, region_bytes)``. Raises Refusal(MALFORMED or BATCH_TOO_LARGE).
+    """The extents of a Get or Put, each inside ``[0, region_bytes)``. Raises Refusal(MALFORMED, BATCH_TOO_LARGE
+    or RATE_LIMITED).
 
     Integers are Python's: an offset and a size that would wrap around 64 bits simply end outside the region.
     """
@@ -79,7 +85,7 @@ def read_transfer(
             yield
         offsets, sizes = (numbers[start : start + SLICE_KEYS] for numbers in (request.offsets, request.sizes))
         _read_slice(batch, start, keys.physical(start, session), offsets, sizes, region_bytes, config)
-    _check_total(batch, config)
+    _check_total(batch, session, config)
     return batch
 
 
@@ -96,7 +102,7 @@ def read_stream_get(
         sizes = request.sizes[start : start + SLICE_KEYS]
         physical = keys.physical(start, session)
         _read_slice(batch, start, physical, [0] * len(physical), sizes, config.object_bytes_max, config)
-    _check_total(batch, config)
+    _check_total(batch, session, config)
     return batch
 
 
@@ -117,10 +123,11 @@ def _read_slice(
             batch.extents.append(Extent(index, key, offset, size_bytes))
 
 
-def _check_total(batch: Batch, config: DaemonConfig) -> None:
-    total_bytes = sum(extent.size_bytes for extent in batch.extents)
+def _check_total(batch: Batch, session: Session, config: DaemonConfig) -> None:
+    total_bytes = batch.total_bytes
     if total_bytes > config.batch_bytes_max:
         raise Refusal(RefusalCode.BATCH_TOO_LARGE, f"{total_bytes} bytes: batch_bytes_max is {config.batch_bytes_max}")
+    session.rates.admit_bytes(total_bytes)
 
 
 def check_size(size_bytes: int, config: DaemonConfig) -> Outcome | None:

@@ -23,6 +23,11 @@ class InflightBudgets:
             self._by_tenant[tenant] = ByteBudget(self._tenant_bytes, parent=self.total)
         return ByteBudget(self.session_bytes, parent=self._by_tenant[tenant])
 
+    @property
+    def waiting_count(self) -> int:
+        """How many wait for room of the daemon or of a tenant."""
+        return self.total.waiting_count + sum(budget.waiting_count for budget in self._by_tenant.values())
+
 
 class ByteBudget:
     """Hands out bytes first come first served; who asks for more than is free waits. Event loop only.
@@ -64,6 +69,11 @@ class ByteBudget:
                 self.give_back(size_bytes)
                 raise
             return Ticket(self, size_bytes, ticket)
+
+    @property
+    def waiting_count(self) -> int:
+        """How many wait for bytes of this budget."""
+        return len(self._waiting)
 
     def give_back(self, size_bytes: int) -> None:
         """Frees bytes for those who wait. Called by tickets."""

@@ -10,7 +10,7 @@ from typing import Any, Never, Protocol
 import grpc
 import structlog
 
-from hicache.daemon.metrics import Metrics
+from hicache.daemon.metrics import LASTING_METHODS, Metrics
 from hicache.daemon.refusals import Refusal
 
 # Part of the client's time is kept for the way back, so that an answer with outcomes arrives instead of a bare
@@ -54,7 +54,7 @@ class Calls:
     def __init__(self, metrics: Metrics, *, call_timeout_s_max: float) -> None:
         self._metrics = metrics
         self._call_timeout_s_max = call_timeout_s_max
-        self._active_count = 0  # without the streams of sessions
+        self._active_count = 0  # without LASTING_METHODS
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -85,12 +85,12 @@ class Calls:
                 await _end(context, grpc.StatusCode.INTERNAL, "hicached failed; see its log")
 
     async def wait_idle(self) -> None:
-        """Returns when no call runs; the streams of sessions do not count."""
+        """Returns when no call runs; those that last as long as a session do not count."""
         await self._idle.wait()
 
     @contextmanager
     def _counted(self, method: str) -> Iterator[None]:
-        if method == "Session":
+        if method in LASTING_METHODS:
             yield
             return
         self._active_count += 1

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hicache.backends.mooncake_settings import PROTOCOLS, STAGING_BYTES, MooncakeSettings
+from hicache.backends.tenant_limits import PIN_SHARE, PINNED_OBJECTS_MAX
 from hicache.daemon.settings import (
     Address,
     HostPort,
@@ -31,6 +32,7 @@ from hicache.daemon.settings import (
     tcp_or_unix_address,
     text,
 )
+from hicache.daemon.tenants import PARSERS, TTL_S_MAX, TenantSettings
 from hicache.errors import ConfigError
 from hicache.wire.protocol import MESSAGE_BYTES_MAX, PING_INTERVAL_MS_MIN, message_bytes_needed
 
@@ -80,6 +82,16 @@ class DaemonConfig:
     mooncake_protocol: str = _setting("tcp", choice(*PROTOCOLS), "how bytes travel between the nodes")
     mooncake_devices: str = _setting("", text, "network cards for rdma, separated by commas; empty: all")
     tenants_file: str = _setting("", file_path, "tenants and their tokens; empty: one tenant, default, without a token")
+    quota_bytes: int = _setting(0, PARSERS["quota_bytes"], "space of each tenant, as stored; 0: no quota")
+    quota_objects: int = _setting(0, PARSERS["quota_objects"], "objects of each tenant; 0: no quota")
+    ttl_s: float = _setting(0.0, PARSERS["ttl_s"], "how long an unused object is kept; 0: until it is evicted")
+    pinned_objects_max: int = _setting(
+        PINNED_OBJECTS_MAX, PARSERS["pinned_objects_max"], "objects that each tenant may pin; 0: none"
+    )
+    pin_share: float = _setting(PIN_SHARE, number(0, 0.5), "share of the capacity that all pins protect at most")
+    pin_s_max: float = _setting(86_400.0, number(1, TTL_S_MAX), "longest pin; a longer request is cut to it")
+    calls_per_s_max: float = _setting(0.0, PARSERS["calls_per_s_max"], "calls a second of each tenant; 0: any number")
+    bytes_per_s_max: int = _setting(0, PARSERS["bytes_per_s_max"], "payload a second of each tenant; 0: any amount")
     object_bytes_max: int = _setting(64 * MIB, size(1), "largest object")
     batch_keys_max: int = _setting(16_384, count(1, 100_000), "most keys in one call")
     batch_bytes_max: int = _setting(256 * MIB, size(1), "most payload in one call")
@@ -113,6 +125,11 @@ class DaemonConfig:
     def http_address(self) -> Address:
         """Where HTTP is served, or None."""
         return parse_address("http", self.http)
+
+    @property
+    def tenant_defaults(self) -> TenantSettings:
+        """The settings of a tenant that has none of its own."""
+        return TenantSettings(**{name: getattr(self, name) for name in PARSERS if name != "weight"})
 
     @property
     def memory_socket(self) -> str:

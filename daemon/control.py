@@ -10,11 +10,14 @@ from functools import partial
 from typing import TypeVar
 
 from hicache.backends.base import Usage
+from hicache.backends.residents import TenantUsage
 from hicache.daemon.metrics import Metrics
+from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session, Sessions
 from hicache.daemon.storage import Storage, Store
 from hicache.notices import Notices
 from hicache.outcome import Outcome
+from hicache.wire.protocol import RefusalCode
 from hicache.workers import QueueFull
 
 DELETE_CHUNK_KEYS = 256  # what one storage thread deletes before others get their turn
@@ -27,19 +30,21 @@ class Space:
     """The whole store, and one tenant's part of it."""
 
     usage: Usage
-    tenant_bytes: int
-    tenant_objects: int
+    tenant: TenantUsage
 
 
 class Control:
     """Asks the store in its control threads. Event loop only."""
 
-    def __init__(self, storage: Storage, sessions: Sessions, metrics: Metrics, *, lease_ms_max: int) -> None:
+    def __init__(
+        self, storage: Storage, sessions: Sessions, metrics: Metrics, *, lease_ms_max: int, pin_s_max: float
+    ) -> None:
         self._storage = storage
         self._store = storage.store
         self._sessions = sessions
         self._metrics = metrics
         self._lease_ms_max = lease_ms_max
+        self._pin_s_max = pin_s_max
         self._notices = Notices(logging.getLogger(__name__))
 
     async def lookup(
@@ -78,6 +83,18 @@ class Control:
             outcomes += [answer] * len(chunk) if isinstance(answer, Outcome) else answer
         return outcomes
 
+    async def pin(self, keys: list[bytes], *, pin_ms: int, deadline: float) -> list[Outcome]:
+        """Pins, or unpins for ``pin_ms`` 0; a longer request is cut to the longest pin. Raises Refusal(NOT_SUPPORTED).
+
+        OK, ABSENT (unpin: or not pinned), or REFUSED at the limits of the tenant.
+        """
+        if not self._store.is_indexed:
+            raise Refusal(RefusalCode.NOT_SUPPORTED, "this store has objects that come and go without hicached")
+        pin_s = min(pin_ms / 1000, self._pin_s_max)
+        work = partial(self._store.pin, keys, pin_s=pin_s) if pin_ms else partial(self._store.unpin, keys)
+        answer = await self._ask(work, deadline=deadline)
+        return [answer] * len(keys) if isinstance(answer, Outcome) else answer
+
     async def change_lease(self, session: Session, lease_id: int, *, lease_ms: int, deadline: float) -> bool:
         """Renews a lease, or releases it for ``lease_ms`` 0. False: it is gone, or it is another session's.
 
@@ -102,7 +119,7 @@ class Control:
     async def space(self, tenant: bytes, *, deadline: float) -> Space | None:
         """Usage; None when the store does not answer in time."""
         answer = await self._ask(
-            lambda: Space(self._store.usage(), *self._store.tenant_usage(tenant)), deadline=deadline
+            lambda: Space(self._store.usage(), self._store.tenant_usage(tenant)), deadline=deadline
         )
         return None if isinstance(answer, Outcome) else answer
 

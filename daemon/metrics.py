@@ -1,10 +1,10 @@
-"""The metrics of hicached. Labels come from fixed lists only: no tenant, key or client name ever becomes one."""
+"""The metrics of hicached. Labels come from fixed lists, and tenants' names from the tenants file."""
 
 from __future__ import annotations
 
 import time
 from collections import Counter as Tally
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -14,7 +14,8 @@ from prometheus_client.registry import Collector
 
 from hicache.outcome import Outcome
 
-METHODS = ("Session", "Lookup", "Get", "Put", "GetStream", "PutStream", "Delete", "Lease", "Stats")
+METHODS = ("Session", "Lookup", "Get", "Put", "GetStream", "PutStream", "Delete", "Lease", "Pin", "Watch", "Stats")
+LASTING_METHODS = ("Session", "Watch")  # as long as the client wants: their time says nothing
 
 _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 
@@ -73,7 +74,7 @@ class Metrics:
         finally:
             active.dec()
             self.calls.labels(method=method, result=result.name).inc()
-            if method != "Session":
+            if method not in LASTING_METHODS:
                 self.call_seconds.labels(method=method).observe(time.perf_counter() - started)
 
     def count_items(self, method: str, outcomes: Iterable[Outcome]) -> None:
@@ -96,14 +97,31 @@ class Reading:
     is_counter: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class LabelledReading:
+    """One number for each of a few values of a label."""
+
+    name: str
+    description: str
+    label: str
+    read: Callable[[], Mapping[str, float]]
+    is_counter: bool = False
+
+
 class Readings(Collector):
     """Exports numbers that live elsewhere: sessions, budgets, queues, the store."""
 
-    def __init__(self, readings: Iterable[Reading]) -> None:
+    def __init__(self, readings: Iterable[Reading | LabelledReading]) -> None:
         self._readings = tuple(readings)
 
     def collect(self) -> Iterator[Metric]:
-        """One sample for each reading."""
+        """One family for each reading."""
         for reading in self._readings:
-            family = CounterMetricFamily if reading.is_counter else GaugeMetricFamily
-            yield family(reading.name, reading.description, value=reading.read())
+            kind = CounterMetricFamily if reading.is_counter else GaugeMetricFamily
+            if isinstance(reading, Reading):
+                yield kind(reading.name, reading.description, value=reading.read())
+                continue
+            family = kind(reading.name, reading.description, labels=(reading.label,))
+            for value, number in reading.read().items():
+                family.add_metric((value,), number)
+            yield family

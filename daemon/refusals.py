@@ -16,6 +16,8 @@ STATUS_OF = {
     RefusalCode.BATCH_TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
     RefusalCode.TOO_MANY_SESSIONS: grpc.StatusCode.RESOURCE_EXHAUSTED,
     RefusalCode.TOO_MANY_CALLS: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RefusalCode.RATE_LIMITED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RefusalCode.NOT_SUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
     RefusalCode.UNKNOWN_REGION: grpc.StatusCode.FAILED_PRECONDITION,
     RefusalCode.BAD_FRAME: grpc.StatusCode.INVALID_ARGUMENT,
     RefusalCode.SHUTTING_DOWN: grpc.StatusCode.UNAVAILABLE,

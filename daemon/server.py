@@ -15,6 +15,7 @@ from functools import partial
 import structlog
 
 from hicache.backends.open import open_store as open_backend_store
+from hicache.backends.tenant_limits import StoreLimits
 from hicache.daemon.budget import InflightBudgets
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.control import Control
@@ -25,7 +26,16 @@ from hicache.daemon.memory_socket import BACKLOG, MemorySocket
 from hicache.daemon.metrics import Metrics, Readings
 from hicache.daemon.notify import Ready, notify_systemd, remove_ready_file, write_ready_file
 from hicache.daemon.open_files import raise_open_files_limit
-from hicache.daemon.readings import StoreNumbers, StoreSnapshot, session_readings, store_readings, thread_readings
+from hicache.daemon.rates import TenantRates
+from hicache.daemon.readings import (
+    StoreNumbers,
+    StoreSnapshot,
+    rate_readings,
+    session_readings,
+    store_readings,
+    tenant_readings,
+    thread_readings,
+)
 from hicache.daemon.region_budget import RegionBudget
 from hicache.daemon.service import HiCachedService
 from hicache.daemon.sessions import Sessions
@@ -33,7 +43,10 @@ from hicache.daemon.socket_lock import SocketLock, listen_unix
 from hicache.daemon.storage import STUCK_S, Storage, Store
 from hicache.daemon.tenants import Tenants
 from hicache.daemon.transfers import Transfers
+from hicache.daemon.upkeep import Upkeep
 from hicache.daemon.version import daemon_version
+from hicache.daemon.watch import Watches
+from hicache.errors import ConfigError
 from hicache.workers import Job, QueueFull, Workers
 
 # A stop is over within 5 s: calls, sessions and regions get their share (grpc_server.py and here), the store what is
@@ -57,7 +70,7 @@ class OpenedStore:
     numbers: StoreNumbers
 
 
-def open_store(config: DaemonConfig) -> OpenedStore:
+def open_store(config: DaemonConfig, limits: StoreLimits) -> OpenedStore:
     """Blocking: opens the backend and recovers its index. Raises ConfigError, StorageInUse or BackendError."""
     store = open_backend_store(
         config.backend_url,
@@ -66,6 +79,7 @@ def open_store(config: DaemonConfig) -> OpenedStore:
         high_watermark=config.high_watermark,
         low_watermark=config.low_watermark,
         free_space_floor_bytes=config.free_space_floor_bytes,
+        limits=limits,
     )
     return OpenedStore(store, store.store_id, StoreNumbers.of(store))
 
@@ -78,7 +92,7 @@ class Daemon:
         config: DaemonConfig,
         *,
         environment: Mapping[str, str],
-        opener: Callable[[DaemonConfig], OpenedStore] = open_store,
+        opener: Callable[[DaemonConfig, StoreLimits], OpenedStore] = open_store,
     ) -> None:
         self._config = config
         self._environment = environment
@@ -94,15 +108,16 @@ class Daemon:
     async def start(self) -> Ready:
         """Returns once clients are served. Raises ConfigError, StorageInUse or BackendError."""
         config = self._config
-        tenants = Tenants.load(config.tenants_file)
+        tenants = Tenants.load(config.tenants_file, defaults=config.tenant_defaults)
+        limits = _store_limits(config, tenants)
         lock = SocketLock(config.lock_file, config.socket)
         self._stages.callback(lock.release)
         if config.ready_file:
             remove_ready_file(config.ready_file)
         http = await self._start_http()
         self._readiness = "recovering"
-        opened = await self._recover()
-        storage = self._start_storage(opened)
+        opened = await self._recover(limits)
+        storage = self._start_storage(opened, tenants)
         sessions = self._start_sessions(storage, tenants)
         listen = await self._start_grpc(opened, tenants, storage, sessions)
         return self._announce(Ready(pid=os.getpid(), socket=config.socket, listen=listen, http=http))
@@ -139,10 +154,10 @@ class Daemon:
         self._stages.push_async_callback(server.stop)
         return await server.start(address, socket_mode=self._config.socket_mode_bits)
 
-    async def _recover(self) -> OpenedStore:
+    async def _recover(self, limits: StoreLimits) -> OpenedStore:
         """Opens the store in a thread: recovery may take long, and probes are answered meanwhile."""
         opening = Workers("hicached-recovery", threads=1, queue_max=1)
-        job = opening.submit(partial(self._opener, self._config))
+        job = opening.submit(partial(self._opener, self._config, limits))
         try:
             opened = await asyncio.wrap_future(job.future)
         except asyncio.CancelledError:
@@ -173,13 +188,16 @@ class Daemon:
             self._stopped_clean = False
             log.error("the storage was not closed cleanly", reason=str(error))
 
-    def _start_storage(self, opened: OpenedStore) -> Storage:
+    def _start_storage(self, opened: OpenedStore, tenants: Tenants) -> Storage:
         storage = Storage(opened.store, io_threads=self._config.io_threads, stuck_s=STUCK_S)
         self._storage = storage
-        self._snapshot = StoreSnapshot(storage, opened.numbers)
-        readings = (*thread_readings(storage), *store_readings(self._snapshot))
-        self.metrics.registry.register(Readings(readings))
+        self._snapshot = StoreSnapshot(storage, opened.numbers, tenants.named)
+        self.metrics.registry.register(Readings((*thread_readings(storage), *store_readings(self._snapshot))))
+        self.metrics.registry.register(Readings(tenant_readings(self._snapshot)))
         self._stages.push_async_callback(self._close_storage, storage)
+        upkeep = Upkeep(storage)
+        upkeep.start()
+        self._stages.push_async_callback(upkeep.stop)
         return storage
 
     async def _close_storage(self, storage: Storage) -> None:
@@ -206,14 +224,20 @@ class Daemon:
             with contextlib.suppress(QueueFull):  # the collector unmaps it
                 unmapping.submit(close_mapping)
 
+        rates = {
+            tenant: TenantRates(calls_per_s_max=settings.calls_per_s_max, bytes_per_s_max=settings.bytes_per_s_max)
+            for tenant, settings in tenants.settings.items()
+        }
         sessions = Sessions(
             sessions_max=config.sessions_max,
             tenant_sessions_max=config.tenant_sessions_max or _share(config.sessions_max, tenants),
             budgets=_inflight_budgets(config, tenants),
+            rates=rates,
             region_budget=_region_budget(config, tenants),
             release_leases=release_leases,
         )
         self.metrics.registry.register(Readings(session_readings(sessions)))
+        self.metrics.registry.register(Readings(rate_readings(rates, tenants.named)))
         listener = listen_unix("socket", config.memory_socket, mode=config.socket_mode_bits, backlog=BACKLOG)
         self._stages.callback(_remove, config.memory_socket)
         self._stages.callback(listener.close)
@@ -228,8 +252,9 @@ class Daemon:
             config,
             hellos=Hellos(config, Identity(daemon_version(), opened.store_id), tenants, sessions),
             sessions=sessions,
-            control=Control(storage, sessions, metrics, lease_ms_max=config.lease_ms_max),
+            control=Control(storage, sessions, metrics, lease_ms_max=config.lease_ms_max, pin_s_max=config.pin_s_max),
             transfers=Transfers(storage, metrics, chunk_bytes_ceiling=sessions.budgets.session_bytes),
+            watches=Watches(storage, step_timeout_s=config.call_timeout_s_max),
             metrics=metrics,
         )
         server = GrpcServer(config, service, sessions)
@@ -286,6 +311,19 @@ def _inflight_budgets(config: DaemonConfig, tenants: Tenants) -> InflightBudgets
         total_bytes=config.inflight_bytes_max,
         tenant_bytes=max(_share(config.inflight_bytes_max, tenants), config.object_bytes_max),
         session_bytes=config.session_inflight_bytes_max,
+    )
+
+
+def _store_limits(config: DaemonConfig, tenants: Tenants) -> StoreLimits:
+    """Raises ConfigError for limits that the backend cannot see to."""
+    for tenant, settings in tenants.settings.items():
+        if config.backend == "mooncake" and settings.needs_index:
+            expected = f"no quota_bytes, quota_objects and ttl_s (of {tenant.name}): the store of others decides"
+            raise ConfigError("backend", config.backend, expected)
+    return StoreLimits(
+        default=config.tenant_defaults.of_store,
+        by_tenant={tenant.digest: settings.of_store for tenant, settings in tenants.settings.items()},
+        pin_share=config.pin_share,
     )
 
 

@@ -21,9 +21,12 @@ from hicache.daemon.sessions import Sessions
 from hicache.daemon.streams import StreamReceiver, StreamSender
 from hicache.daemon.transfers import Transfers
 from hicache.daemon.turns import Turns
+from hicache.daemon.watch import Watches
 from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.protocol import RefusalCode
+
+UNRATED_METHODS = ("Lease", "Stats")  # a tenant above its rate can still say that it lives, and let go
 
 
 class HiCachedService:
@@ -37,6 +40,7 @@ class HiCachedService:
         sessions: Sessions,
         control: Control,
         transfers: Transfers,
+        watches: Watches,
         metrics: Metrics,
     ) -> None:
         self._config = config
@@ -44,6 +48,7 @@ class HiCachedService:
         self._sessions = sessions
         self._control = control
         self._transfers = transfers
+        self._watches = watches
         self._metrics = metrics
         self._calls = Calls(metrics, call_timeout_s_max=config.call_timeout_s_max)
         self._turns = Turns()
@@ -51,7 +56,7 @@ class HiCachedService:
         self._first_frames = FirstMessages()
 
     async def wait_idle(self) -> None:
-        """Returns when no call runs; the streams of sessions do not count."""
+        """Returns when no call runs; those that last as long as a session do not count."""
         await self._calls.wait_idle()
 
     async def Session(self, _: object, context: CallContext) -> None:
@@ -83,7 +88,7 @@ class HiCachedService:
             region = session.region(request.region_id)
             batch = await self._transfer(request, session, region.size_bytes, deadline=deadline)
             await self._transfers.get(session, region, batch.extents, batch.outcomes, deadline=deadline)
-            return self._moved("Get", batch.outcomes, request.sizes)
+            return self._moved("Get", session, batch.outcomes, request.sizes, counted_bytes=batch.total_bytes)
 
     async def Put(self, request: pb.TransferRequest, context: CallContext) -> pb.TransferReply:
         """Registered memory -> backend. DEADLINE for an item means that its bytes may still be read."""
@@ -91,7 +96,7 @@ class HiCachedService:
             region = session.region(request.region_id)
             batch = await self._transfer(request, session, region.size_bytes, deadline=deadline)
             await self._transfers.put(session, region, batch.extents, batch.outcomes, deadline=deadline)
-            return self._moved("Put", batch.outcomes, request.sizes)
+            return self._moved("Put", session, batch.outcomes, request.sizes, counted_bytes=batch.total_bytes)
 
     async def GetStream(self, request: pb.StreamGetRequest, context: CallContext) -> None:
         """Backend -> frames."""
@@ -101,7 +106,7 @@ class HiCachedService:
                 batch = await self._turns.take(read_stream_get(request, keys, session, self._config))
             sender = StreamSender(self._transfers, session, frame_bytes_max=self._config.frame_bytes_max)
             await sender.send_all(batch, context.write, deadline=deadline)
-            self._moved("GetStream", batch.outcomes, request.sizes)
+            self._moved("GetStream", session, batch.outcomes, request.sizes, counted_bytes=batch.total_bytes)
 
     async def PutStream(self, _: object, context: CallContext) -> pb.TransferReply:
         """Frames -> backend."""
@@ -118,7 +123,7 @@ class HiCachedService:
             receiver = StreamReceiver(self._transfers, session, self._config)
             with session.call():
                 outcomes = await receiver.receive_all(first, next_frame, deadline=deadline)
-            return self._moved("PutStream", outcomes, receiver.sizes)
+            return self._moved("PutStream", session, outcomes, receiver.sizes, counted_bytes=receiver.counted_bytes)
 
     async def Delete(self, request: pb.KeysRequest, context: CallContext) -> pb.TransferReply:
         """Drops objects of the session's tenant."""
@@ -138,6 +143,21 @@ class HiCachedService:
             )
             return pb.LeaseReply(held=held)
 
+    async def Pin(self, request: pb.PinRequest, context: CallContext) -> pb.TransferReply:
+        """Keeps objects of the session's tenant for a time, also when the session ends; or ends that."""
+        async with self._session_call("Pin", request.session_secret, context) as (session, deadline):
+            keys = self._keys(request)
+            async with self._turns.one_of(session, keys.count, deadline=deadline):
+                physical = await self._turns.take(read_physical_keys(keys, session))
+            outcomes = await self._control.pin(physical, pin_ms=request.pin_ms, deadline=deadline)
+            self._metrics.count_items("Pin", outcomes)
+            return pb.TransferReply(outcomes=bytes(outcomes))
+
+    async def Watch(self, request: pb.WatchRequest, context: CallContext) -> None:
+        """What comes and goes of the session's tenant, until the session or the call ends."""
+        async with self._session_call("Watch", request.session_secret, context) as (session, _):
+            await self._watches.serve(session, context.write, wants_snapshot=request.snapshot)
+
     async def Stats(self, request: pb.StatsRequest, context: CallContext) -> pb.StatsReply:
         """Space of the store and of the session's tenant; of the tenant alone where there are others."""
         async with self._session_call("Stats", request.session_secret, context) as (session, deadline):
@@ -152,10 +172,10 @@ class HiCachedService:
         own_sessions = [other for other in self._sessions if other.tenant == session.tenant]
         return pb.StatsReply(
             capacity_bytes=space.usage.capacity_bytes,
-            used_bytes=space.tenant_bytes if shared else space.usage.stored_bytes,
-            objects=space.tenant_objects if shared else space.usage.objects,
-            tenant_used_bytes=space.tenant_bytes,
-            tenant_objects=space.tenant_objects,
+            used_bytes=space.tenant.payload_bytes if shared else space.usage.stored_bytes,
+            objects=space.tenant.objects if shared else space.usage.objects,
+            tenant_used_bytes=space.tenant.payload_bytes,
+            tenant_objects=space.tenant.objects,
             backend=self._config.backend,
             sessions=len(own_sessions),
         )
@@ -166,7 +186,7 @@ class HiCachedService:
     ) -> AsyncIterator[tuple[OpenSession, float]]:
         async with self._calls.frame(method, context) as deadline:
             session = self._sessions.find(secret)
-            with session.call():
+            with session.call(is_rated=method not in UNRATED_METHODS):
                 yield session, deadline
 
     async def _read_hello(self, context: CallContext) -> pb.Hello:
@@ -190,7 +210,7 @@ class HiCachedService:
             raise Refusal(RefusalCode.MALFORMED, "a session has one hello")
 
     def _keys(
-        self, request: pb.LookupRequest | pb.KeysRequest | pb.TransferRequest | pb.StreamGetRequest
+        self, request: pb.LookupRequest | pb.KeysRequest | pb.TransferRequest | pb.StreamGetRequest | pb.PinRequest
     ) -> PackedKeys:
         return read_keys(request.keys, request.key_bytes, self._config)
 
@@ -201,9 +221,18 @@ class HiCachedService:
         async with self._turns.one_of(session, keys.count, deadline=deadline):
             return await self._turns.take(read_transfer(request, keys, session, region_bytes, self._config))
 
-    def _moved(self, method: str, outcomes: Sequence[Outcome], sizes: Sequence[int]) -> pb.TransferReply:
-        """Counts what a transfer did, and answers it."""
+    def _moved(
+        self,
+        method: str,
+        session: OpenSession,
+        outcomes: Sequence[Outcome],
+        sizes: Sequence[int],
+        *,
+        counted_bytes: int,
+    ) -> pb.TransferReply:
+        """Counts what a transfer did, and answers it. What did not move costs the tenant nothing of its rate."""
         moved_bytes = sum(size for outcome, size in zip(outcomes, sizes, strict=True) if outcome is Outcome.OK)
+        session.rates.give_back_bytes(counted_bytes - moved_bytes)
         self._metrics.transferred.labels(method=method).inc(moved_bytes)
         self._metrics.count_items(method, outcomes)
         return pb.TransferReply(outcomes=bytes(outcomes))

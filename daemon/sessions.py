@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 
@@ -14,6 +14,7 @@ import structlog
 
 from hicache.daemon.budget import ByteBudget, InflightBudgets
 from hicache.daemon.memory import Region, RegionRefused
+from hicache.daemon.rates import TenantRates
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.region_budget import RegionBudget, RegionCharge
 from hicache.daemon.tenants import Tenant
@@ -30,12 +31,16 @@ log = structlog.get_logger("hicache.daemon.sessions")
 class Session:
     """One client between its hello and the end of its stream. Event loop only."""
 
-    def __init__(self, session_id: int, tenant: Tenant, client_name: str, budget: ByteBudget) -> None:
+    def __init__(
+        self, session_id: int, tenant: Tenant, client_name: str, budget: ByteBudget, rates: TenantRates
+    ) -> None:
         self.session_id = session_id
         self.tenant = tenant
         self.client_name = client_name
         self.budget = budget
+        self.rates = rates
         self.ended = False
+        self.wakes_at_end: set[asyncio.Event] = set()  # of those who wait for something else, or for the end
         self._regions: dict[int, Region] = {}
         self._lease_ends_s: dict[int, float] = {}
         self.large_batch = asyncio.Lock()  # see turns.py
@@ -46,8 +51,10 @@ class Session:
         return physical_key(self.tenant.digest, key)
 
     @contextmanager
-    def call(self) -> Iterator[None]:
-        """One running call. Raises Refusal(TOO_MANY_CALLS) at the bound."""
+    def call(self, *, is_rated: bool = True) -> Iterator[None]:
+        """One running call. Raises Refusal(TOO_MANY_CALLS) at the bound, and RATE_LIMITED where it counts as one."""
+        if is_rated:
+            self.rates.admit_call()
         if self._calls >= CALLS_PER_SESSION_MAX:
             raise Refusal(RefusalCode.TOO_MANY_CALLS, f"a session may have {CALLS_PER_SESSION_MAX} calls at a time")
         self._calls += 1
@@ -112,6 +119,8 @@ class Session:
         self.ended = True
         for region in self.regions:
             region.detach()
+        for waiting in self.wakes_at_end:
+            waiting.set()
         leases = list(self._lease_ends_s)
         self._lease_ends_s.clear()
         return leases
@@ -126,6 +135,7 @@ class Sessions:
         sessions_max: int,
         tenant_sessions_max: int,
         budgets: InflightBudgets,
+        rates: Mapping[Tenant, TenantRates],
         region_budget: RegionBudget,
         release_leases: Callable[[Sequence[int]], None],
         clock: Callable[[], float] = time.monotonic,
@@ -137,6 +147,7 @@ class Sessions:
         self.region_budget = region_budget
         self.release_leases = release_leases
         self.budgets = budgets
+        self.rates = rates
         self.clock = clock
         self.opened_count = 0
         self.closing = asyncio.Event()
@@ -175,7 +186,7 @@ class Sessions:
                 f"tenant_sessions_max is {self._tenant_sessions_max}: this tenant has so many sessions",
             )
         secret = secrets.token_bytes(SECRET_BYTES)
-        session = Session(next(self._ids), tenant, client_name, self.budgets.of_session(tenant))
+        session = Session(next(self._ids), tenant, client_name, self.budgets.of_session(tenant), self.rates[tenant])
         self._by_secret[_hashed(secret)] = session
         self.opened_count += 1
         log.info("session opened", session=session.session_id, tenant=tenant.name, client=client_name)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
 from hicache.backends.base import GetItem, PutItem, Usage
-from hicache.backends.store_stats import StoreStats
+from hicache.backends.events import Subscription
+from hicache.backends.residents import TenantUsage
+from hicache.backends.store_stats import StoreStats, TenantStats
 from hicache.outcome import Outcome
 from hicache.workers import Job, Workers
 
@@ -23,6 +25,8 @@ PROBE_TIMEOUT_S = 0.5
 class Store(Protocol):
     """What the daemon calls of an object store (hicache.backends.store.ObjectStore). Thread-safe and blocking."""
 
+    is_indexed: bool  # whether it knows what it has: only then are there pins, watches, and limits of tenants
+
     def lookup(self, keys: Sequence[bytes], *, lease_s: float = 0.0) -> tuple[list[Outcome], int]:
         """An outcome for each key, and the id of a lease on those that are OK (0: none was asked for)."""
         ...
@@ -33,6 +37,30 @@ class Store(Protocol):
 
     def release(self, lease_id: int) -> bool:
         """Ends a lease; False when it is gone."""
+        ...
+
+    def pin(self, keys: Sequence[bytes], *, pin_s: float) -> list[Outcome]:
+        """Keeps objects for a time; OK, ABSENT or REFUSED for each."""
+        ...
+
+    def unpin(self, keys: Sequence[bytes]) -> list[Outcome]:
+        """Ends pins."""
+        ...
+
+    def watch(self, tenant: bytes, *, wake: Callable[[], None]) -> Subscription:
+        """Subscribes to what comes and goes of a tenant."""
+        ...
+
+    def unwatch(self, subscription: Subscription) -> None:
+        """Ends a subscription."""
+        ...
+
+    def snapshot(self, tenant: bytes) -> Iterator[list[bytes]]:
+        """The physical keys of a tenant, part by part."""
+        ...
+
+    def sweep(self) -> int:
+        """Removes some of what has expired, and returns how many."""
         ...
 
     def get_into(self, items: Sequence[GetItem]) -> list[Outcome]:
@@ -51,8 +79,12 @@ class Store(Protocol):
         """Space as it is on the medium."""
         ...
 
-    def tenant_usage(self, tenant: bytes) -> tuple[int, int]:
-        """Bytes and objects under one tenant digest."""
+    def tenant_usage(self, tenant: bytes) -> TenantUsage:
+        """What is under one tenant digest."""
+        ...
+
+    def tenant_stats(self, tenants: Sequence[bytes]) -> list[TenantStats]:
+        """What each of these has, and has lost."""
         ...
 
     def stats(self) -> StoreStats:

@@ -165,6 +165,7 @@ class StreamReceiver:
         self._session = session
         self._config = config
         self.sizes: list[int] = []
+        self.counted_bytes = 0  # against the tenant's rate
         self._outcomes: list[Outcome] = []
         self._whole: list[_Upload] = []
         self._current: _Upload | None = None
@@ -225,9 +226,12 @@ class StreamReceiver:
         if self._total_bytes > self._config.batch_bytes_max:
             raise Refusal(RefusalCode.BATCH_TOO_LARGE, f"batch_bytes_max is {self._config.batch_bytes_max}")
         problem = check_size(frame.size, self._config)
+        if problem is None and not self._session.rates.try_bytes(frame.size):
+            problem = Outcome.REFUSED
         if problem is not None:
             self._outcomes.append(problem)
             return _Upload(index, frame.key, frame.size, buffer=None)
+        self.counted_bytes += frame.size
         self._outcomes.append(Outcome.DEADLINE)
         return _Upload(index, frame.key, frame.size, bytearray())
 

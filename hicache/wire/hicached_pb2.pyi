@@ -16,6 +16,7 @@ from collections import abc as _abc
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
 from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 import builtins as _builtins
 import sys
 import typing as _typing
@@ -445,6 +446,145 @@ class LeaseReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___LeaseReply: _TypeAlias = LeaseReply  # noqa: Y015
+
+@_typing.final
+class PinRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_SECRET_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    KEY_BYTES_FIELD_NUMBER: _builtins.int
+    PIN_MS_FIELD_NUMBER: _builtins.int
+    session_secret: _builtins.bytes
+    keys: _builtins.bytes
+    key_bytes: _builtins.int
+    pin_ms: _builtins.int
+    """0: unpin; a pin outlives its session, and is only made longer by another one"""
+    def __init__(
+        self,
+        *,
+        session_secret: _builtins.bytes = ...,
+        keys: _builtins.bytes = ...,
+        key_bytes: _builtins.int = ...,
+        pin_ms: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_bytes", b"key_bytes", "keys", b"keys", "pin_ms", b"pin_ms", "session_secret", b"session_secret"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___PinRequest: _TypeAlias = PinRequest  # noqa: Y015
+
+@_typing.final
+class WatchRequest(_message.Message):
+    DESCRIPTOR: _descriptor.Descriptor
+
+    SESSION_SECRET_FIELD_NUMBER: _builtins.int
+    SNAPSHOT_FIELD_NUMBER: _builtins.int
+    session_secret: _builtins.bytes
+    snapshot: _builtins.bool
+    """begin with what is there"""
+    def __init__(
+        self,
+        *,
+        session_secret: _builtins.bytes = ...,
+        snapshot: _builtins.bool = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["session_secret", b"session_secret", "snapshot", b"snapshot"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchRequest: _TypeAlias = WatchRequest  # noqa: Y015
+
+@_typing.final
+class WatchEvents(_message.Message):
+    """With a snapshot: PRESENT, with STORED and REMOVED between, and then SYNCED once. Whoever applies all of it in order has
+    what the tenant has, of all its namespaces. The picture ends with the stream; so it does when events were LOST.
+    """
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    class _Kind:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _KindEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[WatchEvents._Kind.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        UNKNOWN: WatchEvents._Kind.ValueType  # 0
+        PRESENT: WatchEvents._Kind.ValueType  # 1
+        """keys of the snapshot; no events"""
+        SYNCED: WatchEvents._Kind.ValueType  # 2
+        """the snapshot is complete"""
+        STORED: WatchEvents._Kind.ValueType  # 3
+        REMOVED: WatchEvents._Kind.ValueType  # 4
+        LOST: WatchEvents._Kind.ValueType  # 5
+        """the watcher was too slow: watch again for a new snapshot"""
+
+    class Kind(_Kind, metaclass=_KindEnumTypeWrapper): ...
+    UNKNOWN: WatchEvents.Kind.ValueType  # 0
+    PRESENT: WatchEvents.Kind.ValueType  # 1
+    """keys of the snapshot; no events"""
+    SYNCED: WatchEvents.Kind.ValueType  # 2
+    """the snapshot is complete"""
+    STORED: WatchEvents.Kind.ValueType  # 3
+    REMOVED: WatchEvents.Kind.ValueType  # 4
+    LOST: WatchEvents.Kind.ValueType  # 5
+    """the watcher was too slow: watch again for a new snapshot"""
+
+    class _Removal:
+        ValueType = _typing.NewType("ValueType", _builtins.int)
+        V: _TypeAlias = ValueType  # noqa: Y015
+
+    class _RemovalEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[WatchEvents._Removal.ValueType], _builtins.type):
+        DESCRIPTOR: _descriptor.EnumDescriptor
+        NONE: WatchEvents._Removal.ValueType  # 0
+        EVICTED: WatchEvents._Removal.ValueType  # 1
+        EXPIRED: WatchEvents._Removal.ValueType  # 2
+        DELETED: WatchEvents._Removal.ValueType  # 3
+        CORRUPT: WatchEvents._Removal.ValueType  # 4
+
+    class Removal(_Removal, metaclass=_RemovalEnumTypeWrapper): ...
+    NONE: WatchEvents.Removal.ValueType  # 0
+    EVICTED: WatchEvents.Removal.ValueType  # 1
+    EXPIRED: WatchEvents.Removal.ValueType  # 2
+    DELETED: WatchEvents.Removal.ValueType  # 3
+    CORRUPT: WatchEvents.Removal.ValueType  # 4
+
+    KIND_FIELD_NUMBER: _builtins.int
+    KEYS_FIELD_NUMBER: _builtins.int
+    KEY_BYTES_FIELD_NUMBER: _builtins.int
+    REMOVAL_FIELD_NUMBER: _builtins.int
+    LOST_FIELD_NUMBER: _builtins.int
+    SEQUENCE_FIELD_NUMBER: _builtins.int
+    kind: Global___WatchEvents.Kind.ValueType
+    keys: _builtins.bytes
+    """in the order in which it happened"""
+    key_bytes: _builtins.int
+    removal: Global___WatchEvents.Removal.ValueType
+    lost: _builtins.int
+    """how many events"""
+    sequence: _builtins.int
+    """events since the watch began, with these and those that were lost"""
+    def __init__(
+        self,
+        *,
+        kind: Global___WatchEvents.Kind.ValueType = ...,
+        keys: _builtins.bytes = ...,
+        key_bytes: _builtins.int = ...,
+        removal: Global___WatchEvents.Removal.ValueType = ...,
+        lost: _builtins.int = ...,
+        sequence: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_bytes", b"key_bytes", "keys", b"keys", "kind", b"kind", "lost", b"lost", "removal", b"removal", "sequence", b"sequence"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___WatchEvents: _TypeAlias = WatchEvents  # noqa: Y015
 
 @_typing.final
 class StatsRequest(_message.Message):

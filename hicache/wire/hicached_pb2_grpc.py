@@ -74,6 +74,16 @@ class HiCachedStub(object):
                 request_serializer=hicache_dot_wire_dot_hicached__pb2.LeaseRequest.SerializeToString,
                 response_deserializer=hicache_dot_wire_dot_hicached__pb2.LeaseReply.FromString,
                 _registered_method=True)
+        self.Pin = channel.unary_unary(
+                '/hicached.v1.HiCached/Pin',
+                request_serializer=hicache_dot_wire_dot_hicached__pb2.PinRequest.SerializeToString,
+                response_deserializer=hicache_dot_wire_dot_hicached__pb2.TransferReply.FromString,
+                _registered_method=True)
+        self.Watch = channel.unary_stream(
+                '/hicached.v1.HiCached/Watch',
+                request_serializer=hicache_dot_wire_dot_hicached__pb2.WatchRequest.SerializeToString,
+                response_deserializer=hicache_dot_wire_dot_hicached__pb2.WatchEvents.FromString,
+                _registered_method=True)
         self.Stats = channel.unary_unary(
                 '/hicached.v1.HiCached/Stats',
                 request_serializer=hicache_dot_wire_dot_hicached__pb2.StatsRequest.SerializeToString,
@@ -138,6 +148,20 @@ class HiCachedServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Pin(self, request, context):
+        """keep objects for a time, or no longer
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def Watch(self, request, context):
+        """what comes and goes of the session's tenant
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Stats(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -186,6 +210,16 @@ def add_HiCachedServicer_to_server(servicer, server):
                     servicer.Lease,
                     request_deserializer=hicache_dot_wire_dot_hicached__pb2.LeaseRequest.FromString,
                     response_serializer=hicache_dot_wire_dot_hicached__pb2.LeaseReply.SerializeToString,
+            ),
+            'Pin': grpc.unary_unary_rpc_method_handler(
+                    servicer.Pin,
+                    request_deserializer=hicache_dot_wire_dot_hicached__pb2.PinRequest.FromString,
+                    response_serializer=hicache_dot_wire_dot_hicached__pb2.TransferReply.SerializeToString,
+            ),
+            'Watch': grpc.unary_stream_rpc_method_handler(
+                    servicer.Watch,
+                    request_deserializer=hicache_dot_wire_dot_hicached__pb2.WatchRequest.FromString,
+                    response_serializer=hicache_dot_wire_dot_hicached__pb2.WatchEvents.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
                     servicer.Stats,
@@ -409,6 +443,60 @@ class HiCached(object):
             '/hicached.v1.HiCached/Lease',
             hicache_dot_wire_dot_hicached__pb2.LeaseRequest.SerializeToString,
             hicache_dot_wire_dot_hicached__pb2.LeaseReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Pin(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hicached.v1.HiCached/Pin',
+            hicache_dot_wire_dot_hicached__pb2.PinRequest.SerializeToString,
+            hicache_dot_wire_dot_hicached__pb2.TransferReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Watch(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_stream(
+            request,
+            target,
+            '/hicached.v1.HiCached/Watch',
+            hicache_dot_wire_dot_hicached__pb2.WatchRequest.SerializeToString,
+            hicache_dot_wire_dot_hicached__pb2.WatchEvents.FromString,
             options,
             channel_credentials,
             insecure,

@@ -55,6 +55,10 @@ class HiCachedStub:
     Delete: _grpc.UnaryUnaryMultiCallable[_hicached_pb2.KeysRequest, _hicached_pb2.TransferReply]
     Lease: _grpc.UnaryUnaryMultiCallable[_hicached_pb2.LeaseRequest, _hicached_pb2.LeaseReply]
     """renew or release"""
+    Pin: _grpc.UnaryUnaryMultiCallable[_hicached_pb2.PinRequest, _hicached_pb2.TransferReply]
+    """keep objects for a time, or no longer"""
+    Watch: _grpc.UnaryStreamMultiCallable[_hicached_pb2.WatchRequest, _hicached_pb2.WatchEvents]
+    """what comes and goes of the session's tenant"""
     Stats: _grpc.UnaryUnaryMultiCallable[_hicached_pb2.StatsRequest, _hicached_pb2.StatsReply]
 
 @_typing.type_check_only
@@ -75,6 +79,10 @@ class HiCachedAsyncStub(HiCachedStub):
     Delete: _aio.UnaryUnaryMultiCallable[_hicached_pb2.KeysRequest, _hicached_pb2.TransferReply]  # type: ignore[assignment]
     Lease: _aio.UnaryUnaryMultiCallable[_hicached_pb2.LeaseRequest, _hicached_pb2.LeaseReply]  # type: ignore[assignment]
     """renew or release"""
+    Pin: _aio.UnaryUnaryMultiCallable[_hicached_pb2.PinRequest, _hicached_pb2.TransferReply]  # type: ignore[assignment]
+    """keep objects for a time, or no longer"""
+    Watch: _aio.UnaryStreamMultiCallable[_hicached_pb2.WatchRequest, _hicached_pb2.WatchEvents]  # type: ignore[assignment]
+    """what comes and goes of the session's tenant"""
     Stats: _aio.UnaryUnaryMultiCallable[_hicached_pb2.StatsRequest, _hicached_pb2.StatsReply]  # type: ignore[assignment]
 
 class HiCachedServicer(metaclass=_abc_1.ABCMeta):
@@ -140,6 +148,22 @@ class HiCachedServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_hicached_pb2.LeaseReply, _abc.Awaitable[_hicached_pb2.LeaseReply]]:
         """renew or release"""
+
+    @_abc_1.abstractmethod
+    def Pin(
+        self,
+        request: _hicached_pb2.PinRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_hicached_pb2.TransferReply, _abc.Awaitable[_hicached_pb2.TransferReply]]:
+        """keep objects for a time, or no longer"""
+
+    @_abc_1.abstractmethod
+    def Watch(
+        self,
+        request: _hicached_pb2.WatchRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_abc.Iterator[_hicached_pb2.WatchEvents], _abc.AsyncIterator[_hicached_pb2.WatchEvents]]:
+        """what comes and goes of the session's tenant"""
 
     @_abc_1.abstractmethod
     def Stats(

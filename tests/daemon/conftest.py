@@ -12,6 +12,7 @@ import pytest
 from hicache.backends.faulty import FaultyBackend
 from hicache.backends.open import open_backend
 from hicache.backends.store import ObjectStore
+from hicache.backends.tenant_limits import StoreLimits
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.readings import StoreNumbers
 from hicache.daemon.server import OpenedStore
@@ -48,7 +49,7 @@ class FaultyStoreOpener:
         self.backend: FaultyBackend | None = None
         self.store: ObjectStore | None = None
 
-    def __call__(self, config: DaemonConfig) -> OpenedStore:
+    def __call__(self, config: DaemonConfig, limits: StoreLimits) -> OpenedStore:
         self.backend = FaultyBackend(open_backend(config.backend_url, capacity_bytes=config.capacity_bytes))
         store = ObjectStore(
             self.backend,
@@ -56,6 +57,7 @@ class FaultyStoreOpener:
             high_watermark=config.high_watermark,
             low_watermark=config.low_watermark,
             free_space_floor_bytes=config.free_space_floor_bytes,
+            limits=limits,
         )
         self.store = store
         return OpenedStore(store, store.store_id, StoreNumbers.of(store))

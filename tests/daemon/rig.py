@@ -15,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from hicache.backends.tenant_limits import StoreLimits
 from hicache.daemon.config import DaemonConfig, load_config
 from hicache.daemon.notify import Ready
 from hicache.daemon.server import Daemon, OpenedStore
@@ -110,7 +111,9 @@ class DaemonProcess:
 class DaemonThread:
     """A hicached in a thread of this process, over the store that ``opener`` gives."""
 
-    def __init__(self, folder: Path, opener: Callable[[DaemonConfig], OpenedStore], **overrides: object) -> None:
+    def __init__(
+        self, folder: Path, opener: Callable[[DaemonConfig, StoreLimits], OpenedStore], **overrides: object
+    ) -> None:
         self.config = load_config(None, settings_in(folder, **overrides))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="test-daemon")

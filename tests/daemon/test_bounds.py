@@ -19,6 +19,7 @@ import pytest
 import structlog
 
 from hicache.backends.faulty import Fault, FaultKind
+from hicache.backends.tenant_limits import StoreLimits
 from hicache.daemon.config import DaemonConfig, load_config
 from hicache.daemon.control import DELETE_CHUNK_KEYS
 from hicache.daemon.http import CONNECTIONS_MAX
@@ -439,7 +440,9 @@ class TestSessions:
 class TestStopDuringRecovery:
     """A stop that overtakes the recovery leaves the store as after any other run, if there is time."""
 
-    async def stop_while_opening(self, config: DaemonConfig, opener: Callable[[DaemonConfig], OpenedStore]) -> bool:
+    async def stop_while_opening(
+        self, config: DaemonConfig, opener: Callable[[DaemonConfig, StoreLimits], OpenedStore]
+    ) -> bool:
         daemon = Daemon(config, environment={}, opener=opener)
         starting = asyncio.ensure_future(daemon.start())
         assert await asyncio.to_thread(self.entered.wait, CALL_S)
@@ -460,10 +463,10 @@ class TestStopDuringRecovery:
         config = load_config(None, settings_in(folder, backend="file"))
         closed: list[bool] = []
 
-        def opener(config: DaemonConfig) -> OpenedStore:
+        def opener(config: DaemonConfig, limits: StoreLimits) -> OpenedStore:
             self.entered.set()
             assert self.opened.wait(CALL_S)
-            opened = open_store(config)
+            opened = open_store(config, limits)
             close = opened.store.close
 
             def watched() -> None:
@@ -475,12 +478,12 @@ class TestStopDuringRecovery:
 
         assert await self.stop_while_opening(config, opener)
         assert closed == [True]
-        open_store(config).store.close()  # its lock is free
+        open_store(config, StoreLimits()).store.close()  # its lock is free
 
     async def test_one_that_fails_then_is_not_a_clean_stop(self, folder: Path) -> None:
         config = load_config(None, settings_in(folder, backend="file"))
 
-        def opener(_: DaemonConfig) -> OpenedStore:
+        def opener(_: DaemonConfig, __: StoreLimits) -> OpenedStore:
             self.entered.set()
             assert self.opened.wait(CALL_S)
             raise OSError("the medium is gone")

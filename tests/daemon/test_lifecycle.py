@@ -356,7 +356,7 @@ def test_systemd_is_told_when_the_daemon_is_ready_and_when_it_stops(start: Start
 def test_a_stop_during_recovery_does_not_wait_for_it(folder: Path) -> None:
     entered, release = threading.Event(), threading.Event()
 
-    def never_ends(_: object) -> OpenedStore:
+    def never_ends(*_: object) -> OpenedStore:
         entered.set()
         release.wait()
         raise AssertionError("nobody waits for this")
