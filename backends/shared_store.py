@@ -144,7 +144,7 @@ class SharedStore:
 
     def tenant_usage(self, tenant: bytes) -> TenantUsage:
         """Nothing: what a tenant has in a store that evicts by itself could only be counted by listing all of it."""
-        return TenantUsage()
+        return TenantUsage(0, 0, 0)
 
     def tenant_stats(self, tenants: Sequence[bytes]) -> list[TenantStats]:
         """Nothing of each, for the same reason."""

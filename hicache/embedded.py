@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Protocol
 from hicache.backends.base import GetItem, PutItem
 from hicache.errors import BackendError
 from hicache.l3 import Done, L3Item
+from hicache.lease_book import LeaseBook
 from hicache.notices import Notices
 from hicache.outcome import Outcome
 from hicache.shared_memory import SharedMemory
@@ -33,6 +34,8 @@ class Store(Protocol):
     """What EmbeddedL3 asks of an ObjectStore."""
 
     def lookup(self, keys: Sequence[bytes], *, lease_s: float = 0.0) -> tuple[list[Outcome], int]: ...
+
+    def release(self, lease_id: int) -> bool: ...
 
     def get_into(self, items: Sequence[GetItem]) -> list[Outcome]: ...
 
@@ -72,6 +75,7 @@ class EmbeddedL3:
         self._tenant = tenant_digest(tenant)
         self._settings = settings or EmbeddedSettings()
         self._notices = Notices(_log)
+        self._leases = LeaseBook(clock=time.monotonic)
         self._lock = threading.Lock()
         self._calls = 0
         self._is_closed = False
@@ -115,9 +119,7 @@ class EmbeddedL3:
             return [refusal] * len(names)
         work = self._submit(
             self._lookups,
-            lambda: self._guarded(
-                "lookup", len(names), lambda: self._store.lookup(names, lease_s=self._settings.lease_s)[0]
-            ),
+            lambda: self._guarded("lookup", len(names), lambda: self._look_up(names)),
         )
         try:
             return work.future.result(max(0.0, timeout_s))
@@ -190,15 +192,22 @@ class EmbeddedL3:
         if not ended.wait(max(0.0, timeout_s)):
             self._transfers.withdraw(work)  # does nothing once it runs
 
+    def _look_up(self, names: Sequence[bytes]) -> list[Outcome]:
+        lease_s = self._settings.lease_s
+        outcomes, lease_id = self._store.lookup(names, lease_s=lease_s)
+        if lease_id:
+            present = (name for name, outcome in zip(names, outcomes, strict=True) if outcome is Outcome.OK)
+            self._leases.note(lease_id, present, lease_s=lease_s)
+        return outcomes
+
     def _get(self, items: Sequence[L3Item]) -> list[Outcome]:
+        names = [physical_key(self._tenant, item.key) for item in items]
         with ExitStack() as views:
             targets = [views.enter_context(self._slice(item)) for item in items]
-            return self._store.get_into(
-                [
-                    GetItem(physical_key(self._tenant, item.key), target)
-                    for item, target in zip(items, targets, strict=True)
-                ]
-            )
+            outcomes = self._store.get_into(list(map(GetItem, names, targets)))
+        for lease_id in self._leases.settle(names):
+            self._store.release(lease_id)
+        return outcomes
 
     def _put(self, items: Sequence[L3Item]) -> list[Outcome]:
         with ExitStack() as views:

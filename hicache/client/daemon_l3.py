@@ -8,11 +8,13 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from hicache.breaker import CircuitBreaker, Permit
 from hicache.client.address import parse_address
 from hicache.client.batch import decode_outcomes, key_batches
 from hicache.client.fault import Fault, FaultKind, call
+from hicache.client.leases import release_after, renew_for
 from hicache.client.probe import probe_daemon
 from hicache.client.session import Identity, Session, is_session_lost
 from hicache.client.settings import ClientSettings
@@ -20,6 +22,7 @@ from hicache.client.status import Counters, L3Status, ProbeReport
 from hicache.client.stream import through_stream
 from hicache.client.supervisor import Supervisor
 from hicache.client.transfer import Direction, Transfer, through_memory
+from hicache.client.watch import Watch
 from hicache.l3 import Done, L3Item
 from hicache.notices import Notices
 from hicache.outcome import Outcome
@@ -29,6 +32,8 @@ from hicache.wire import hicached_pb2 as wire
 from hicache.wire.protocol import RefusalCode, pack_keys
 
 _log = logging.getLogger(__name__)
+
+AskPart = Callable[[Session, Sequence[bytes], float], list[Outcome] | Fault]  # session, keys, seconds left
 
 
 class DaemonL3:
@@ -89,19 +94,24 @@ class DaemonL3:
         Present keys are leased for ``ClientSettings.lease_s``. Nothing is remembered between calls: an object that
         somebody else has stored is found by the next lookup.
         """
-        deadline_s = self._clock() + timeout_s
-        outcomes: list[Outcome] = []
-        with self._admitted() as admitted:
-            if admitted is None:
-                outcomes = [self._not_admitted_outcome()] * len(keys)
-            else:
-                session, permit = admitted
-                fault = self._look_up(session, keys, outcomes, deadline_s=deadline_s)
-                self._report(session, permit, fault)
-                if fault is not None:
-                    outcomes += [fault.outcome] * (len(keys) - len(outcomes))
-        self._counters.count("lookup", outcomes)
-        return outcomes
+        return self._by_parts("lookup", keys, self._look_up, timeout_s=timeout_s)
+
+    def pin(self, keys: Sequence[bytes], *, pin_s: float, timeout_s: float) -> list[Outcome]:
+        """Keep objects of this tenant in hicached for ``pin_s``, whatever becomes of this client.
+
+        OK; ABSENT; REFUSED at the limits of the tenant, or where hicached takes no pins. hicached may cut the time, and
+        ends all pins when it restarts. ``pin_s`` is more than 0.
+        """
+        pin_ms = max(1, round(pin_s * 1000))
+        return self._by_parts("pin", keys, partial(self._pin, pin_ms), timeout_s=timeout_s)
+
+    def unpin(self, keys: Sequence[bytes], *, timeout_s: float) -> list[Outcome]:
+        """End pins, whoever asked for them; ABSENT for what is not pinned."""
+        return self._by_parts("unpin", keys, partial(self._pin, 0), timeout_s=timeout_s)
+
+    def watch(self) -> Watch:
+        """An iterator over what is stored and removed of this tenant, beginning with what is there."""
+        return Watch(self._supervisor, is_over=lambda: self._is_closed or os.getpid() != self._pid)
 
     def get(self, items: Sequence[L3Item], *, timeout_s: float, done: Done) -> None:
         """See ``L3.get``."""
@@ -166,21 +176,46 @@ class DaemonL3:
                 "doubt", "L3 %s was closed while it may still touch %d objects in L2", self._address.text, in_doubt
             )
 
-    def _look_up(
-        self, session: Session, keys: Sequence[bytes], outcomes: list[Outcome], *, deadline_s: float
-    ) -> Fault | None:
-        """Fill ``outcomes`` part by part, until all keys are known or one part is not answered."""
+    def _by_parts(self, operation: str, keys: Sequence[bytes], ask: AskPart, *, timeout_s: float) -> list[Outcome]:
+        """``ask`` for part after part, until all keys have an outcome or one part is not answered."""
+        deadline_s = self._clock() + timeout_s
+        outcomes: list[Outcome] = []
+        with self._admitted() as admitted:
+            if admitted is None:
+                outcomes = [self._not_admitted_outcome()] * len(keys)
+            else:
+                session, permit = admitted
+                fault: Fault | None = None
+                for part in key_batches(keys, batch_keys_max=session.limits.batch_keys_max):
+                    answer = ask(session, part, deadline_s - self._clock())
+                    if isinstance(answer, Fault):
+                        fault = answer
+                        break
+                    outcomes += answer
+                self._report(session, permit, fault)
+                if fault is not None:
+                    outcomes += [fault.outcome] * (len(keys) - len(outcomes))
+        self._counters.count(operation, outcomes)
+        return outcomes
+
+    def _look_up(self, session: Session, keys: Sequence[bytes], timeout_s: float) -> list[Outcome] | Fault:
         lease_ms = min(int(self._settings.lease_s * 1000), session.limits.lease_ms_max)
-        for part in key_batches(keys, batch_keys_max=session.limits.batch_keys_max):
-            packed, key_bytes = pack_keys(part)
-            request = wire.LookupRequest(
-                session_secret=session.secret, keys=packed, key_bytes=key_bytes, lease_ms=lease_ms
-            )
-            reply = call(session.stub.Lookup, request, timeout_s=deadline_s - self._clock())
-            if isinstance(reply, Fault):
-                return reply
-            outcomes += decode_outcomes(reply.outcomes, count=len(part))
-        return None
+        packed, key_bytes = pack_keys(keys)
+        request = wire.LookupRequest(session_secret=session.secret, keys=packed, key_bytes=key_bytes, lease_ms=lease_ms)
+        reply = call(session.stub.Lookup, request, timeout_s=timeout_s)
+        if isinstance(reply, Fault):
+            return reply
+        outcomes = decode_outcomes(reply.outcomes, count=len(keys))
+        if reply.lease_id:
+            present = (key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK)
+            session.leases.note(reply.lease_id, present, lease_s=lease_ms / 1000)
+        return outcomes
+
+    def _pin(self, pin_ms: int, session: Session, keys: Sequence[bytes], timeout_s: float) -> list[Outcome] | Fault:
+        packed, key_bytes = pack_keys(keys)
+        request = wire.PinRequest(session_secret=session.secret, keys=packed, key_bytes=key_bytes, pin_ms=pin_ms)
+        reply = call(session.stub.Pin, request, timeout_s=timeout_s)
+        return reply if isinstance(reply, Fault) else decode_outcomes(reply.outcomes, count=len(keys))
 
     def _transfer(self, direction: Direction, items: Sequence[L3Item], *, timeout_s: float, done: Done) -> None:
         transfer = Transfer(
@@ -195,7 +230,12 @@ class DaemonL3:
             if admitted is None:
                 transfer.fail(self._not_admitted_outcome())
             else:
-                is_in_doubt = self._carry_out(transfer, *admitted)
+                session, permit = admitted
+                if direction is Direction.GET:
+                    renew_for(session, items, lease_s=self._settings.lease_s)
+                is_in_doubt = self._carry_out(transfer, session, permit)
+                if direction is Direction.GET:
+                    release_after(session, items)
         if not is_in_doubt:
             transfer.settle()
 

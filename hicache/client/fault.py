@@ -27,6 +27,7 @@ _LASTING = frozenset(
         RefusalCode.BAD_NAMESPACE,
         RefusalCode.KEY_HASH_NOT_ALLOWED,
         RefusalCode.MALFORMED,
+        RefusalCode.NOT_SUPPORTED,
     }
 )
 _LASTING_STATUS = {

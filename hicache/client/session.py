@@ -16,6 +16,7 @@ import msgspec
 from hicache.client.address import DaemonAddress
 from hicache.client.fault import Fault, FaultKind, call, fault_of
 from hicache.client.memory_link import MemoryLink
+from hicache.lease_book import LeaseBook
 from hicache.spec import CacheSpec
 from hicache.wire import hicached_pb2 as wire
 from hicache.wire.hicached_pb2_grpc import HiCachedStub
@@ -82,6 +83,7 @@ class Session:
         self.can_share_memory = False  # whether it is worth trying to register the memory
         self.stream_reason = ""  # why bulk goes through streams; empty while it need not
         self.answered_at_s = 0.0
+        self.leases = LeaseBook(clock=time.monotonic)  # those of lookups, while they last
         self._stream = self.stub.Session(self._requests(identity.hello))
         self._reader = threading.Thread(target=self._read, name="hicache-l3-session", daemon=True)
         self._reader.start()

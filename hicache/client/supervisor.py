@@ -124,6 +124,12 @@ class Supervisor:
             self._changed.wait_for(lambda: self._is_ready() or self._is_closing, timeout_s)
             return self._is_ready()
 
+    def wait_session(self, *, timeout_s: float) -> Session | None:
+        """A session as soon as there is one, within ``timeout_s``; None without one, or at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.session is not None or self._is_closing, timeout_s)
+            return self.session
+
     def close(self) -> None:
         """End the session and the thread. Calls that run end at once. Idempotent."""
         with self._changed:

@@ -455,7 +455,7 @@ def test_a_shared_store_asks_each_time_and_remembers_only_leases() -> None:
     assert store.stats().leases == 0
     stats = store.stats()
     assert (stats.lookup_hits, stats.lookup_misses, stats.bytes_read, stats.bytes_written) == (1, 2, 6, 1)
-    assert (store.tenants(), store.tenant_usage(b"t" * 16)) == ([], TenantUsage())
+    assert (store.tenants(), store.tenant_usage(b"t" * 16)) == ([], TenantUsage(0, 0, 0))
     assert store.usage().objects == 1
     store.close()
     store.close()

@@ -363,7 +363,7 @@ class TestControlThreads:
                 return submit(work)
 
             monkeypatch.setattr(control, "submit", watched)
-        wait_until(lambda: daemon.store.stats().leases == 0, what="the leases are released")
+        wait_until(lambda: daemon.store.stats().holds.leases == 0, what="the leases are released")
         assert len(jobs) == 1
 
 
@@ -396,9 +396,9 @@ class TestLeases:
                 opened.set()
                 for call in busy:
                     call.result()
-            assert daemon.store.stats().leases == 1
+            assert daemon.store.stats().holds.leases == 1
             assert client.lease(lease, lease_ms=60_000), "it is still this session's"
-        wait_until(lambda: daemon.store.stats().leases == 0, what="it ends with the session")
+        wait_until(lambda: daemon.store.stats().holds.leases == 0, what="it ends with the session")
 
 
 class TestSessions:

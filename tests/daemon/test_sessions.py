@@ -376,7 +376,7 @@ def test_a_lookup_that_is_stuck_is_answered_at_its_deadline_and_its_late_lease_i
         assert client.lookup([KEY], lease_ms=60_000, timeout_s=SOON_S) == ([Outcome.DEADLINE], 0)
     opened.set()
     wait_until(lambda: daemon.store.stats().lookup_hits == 2, what="the stuck lookups have ended")
-    wait_until(lambda: daemon.store.stats().leases == 0, what="nobody wants their leases any more")
+    wait_until(lambda: daemon.store.stats().holds.leases == 0, what="nobody wants their leases any more")
     assert client.lookup([KEY], lease_ms=60_000)[0] == [Outcome.OK]
 
 
