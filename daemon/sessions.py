@@ -32,13 +32,13 @@ class Session:
     """One client between its hello and the end of its stream. Event loop only."""
 
     def __init__(
-        self, session_id: int, tenant: Tenant, client_name: str, budget: ByteBudget, rates: TenantRates
+        self, session_id: int, tenant: Tenant, client_name: str, budget: ByteBudget, rates: TenantRates | None = None
     ) -> None:
         self.session_id = session_id
         self.tenant = tenant
         self.client_name = client_name
         self.budget = budget
-        self.rates = rates
+        self.rates = rates or TenantRates()
         self.ended = False
         self.wakes_at_end: set[asyncio.Event] = set()  # of those who wait for something else, or for the end
         self._regions: dict[int, Region] = {}

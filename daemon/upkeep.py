@@ -16,9 +16,8 @@ STEP_TIMEOUT_S = 60.0
 class Upkeep:
     """A task that sweeps the store every INTERVAL_S, a bounded batch at a time, between the chunks of transfers."""
 
-    def __init__(self, storage: Storage, *, interval_s: float = INTERVAL_S) -> None:
+    def __init__(self, storage: Storage) -> None:
         self._storage = storage
-        self._interval_s = interval_s
         self._notices = Notices(logging.getLogger(__name__))
         self._task: asyncio.Task[None] | None = None
 
@@ -35,7 +34,7 @@ class Upkeep:
 
     async def _run(self) -> None:
         while True:
-            await asyncio.sleep(self._interval_s)
+            await asyncio.sleep(INTERVAL_S)
             try:
                 while await self._storage.ask_bulk(self._storage.store.sweep, timeout_s=STEP_TIMEOUT_S):
                     pass

@@ -237,6 +237,16 @@ class Client:
         request = pb.LeaseRequest(session_secret=self.secret, lease_id=lease_id, lease_ms=lease_ms)
         return bool(self.stub.Lease(request, timeout=CALL_S).held)
 
+    def pin(self, keys: Sequence[bytes], *, pin_ms: int) -> list[Outcome]:
+        packed, key_bytes = pack_keys(keys)
+        request = pb.PinRequest(session_secret=self.secret, keys=packed, key_bytes=key_bytes, pin_ms=pin_ms)
+        return outcomes_of(self.stub.Pin(request, timeout=CALL_S).outcomes)
+
+    def watch(self, *, snapshot: bool = False) -> Iterator[pb.WatchEvents]:
+        """Ends with its session, or after CALL_S."""
+        request = pb.WatchRequest(session_secret=self.secret, snapshot=snapshot)
+        yield from self.stub.Watch(request, timeout=CALL_S)
+
     def stats(self) -> pb.StatsReply:
         return self.stub.Stats(pb.StatsRequest(session_secret=self.secret), timeout=CALL_S)
 

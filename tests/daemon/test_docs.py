@@ -14,6 +14,7 @@ from hicache.backends.faulty import Fault, FaultKind
 from hicache.daemon.config import FIELDS, DaemonConfig
 from hicache.daemon.refusals import STATUS_OF
 from hicache.daemon.settings import size
+from hicache.daemon.tenants import Tenant
 from hicache.errors import BackendError
 from hicache.outcome import Outcome
 from hicache.wire.protocol import RefusalCode
@@ -72,8 +73,25 @@ def test_every_metric_is_documented(daemon: ThreadedDaemon) -> None:
     assert families(daemon) == set(table("Metrics"))
 
 
-def test_br_111_every_metric_moves(start_thread: Callable[..., ThreadedDaemon], folder: Path) -> None:
-    daemon = start_thread(capacity_bytes="8MiB", object_bytes_max=PAGE)
+TOKENS = {"main": "token-of-main-12345", "small": "token-of-small-1234", "slow": "token-of-slow-12345"}
+TENANTS = f"""
+main  {TOKENS["main"]}
+small {TOKENS["small"]}  quota_objects=1 ttl_s=0.001
+slow  {TOKENS["slow"]}  calls_per_s_max=0.001
+"""
+
+
+def test_br_111_every_metric_moves(
+    start_thread: Callable[..., ThreadedDaemon], folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hicache.backends.events.QUEUED_EVENTS_MAX", 1)
+    (folder / "tenants").write_text(TENANTS)
+    daemon = start_thread(
+        capacity_bytes="8MiB",
+        object_bytes_max=PAGE,
+        session_inflight_bytes_max=PAGE,
+        tenants_file=str(folder / "tenants"),
+    )
     still = {"hicache_daemon_info", "hicache_store_capacity_bytes", "hicache_process_max_fds"}
     still |= {"hicache_process_start_time_seconds", "hicache_process_virtual_memory_bytes"}
     samples = [scrape(daemon.ready.http)]
@@ -81,11 +99,12 @@ def test_br_111_every_metric_moves(start_thread: Callable[..., ThreadedDaemon], 
     def look() -> None:
         samples.append(scrape(daemon.ready.http))
 
-    with Client(daemon.target) as client, Memory(PAGE) as memory:
+    with Client(daemon.target, token=TOKENS["main"]) as client, Memory(PAGE) as memory:
         region = client.attach(memory).region_id
         drive_calls(daemon, client, region, look)
         drive_refusals(daemon, client, memory)
         drive_the_store(daemon, client, region, look)
+        drive_limits(daemon, client, look)
         look()
     daemon.daemon.metrics.ready.set(0)
     look()
@@ -112,11 +131,33 @@ def drive_calls(daemon: ThreadedDaemon, client: Client, region: int, look: Calla
     request = client.request(region, keys, [0, 8, 16], [8] * 3)
     waiting = [client.stub.Get.future(request, timeout=CALL_S) for _ in range(3)]  # one more than there are threads
     wait_until(lambda: daemon.metric("hicache_storage_queued_chunks") > 0, what="a chunk waits")
+    whole = client.request(region, [object_key(5)], [0], [PAGE])
+    waiting.append(client.stub.Get.future(whole, timeout=CALL_S))  # all that a session may move at a time
+    wait_until(lambda: daemon.metric("hicache_inflight_waiting") > 0, what="a transfer waits")
     look()
     stuck.release()
     for call in waiting:
         call.result()
     client.delete(keys)
+
+
+def drive_limits(daemon: ThreadedDaemon, client: Client, look: Callable[[], None]) -> None:
+    client.put_stream([object_key(500)], [b"x"])
+    assert client.pin([object_key(500)], pin_ms=60_000) == [Outcome.OK]
+    told = daemon.store.watch(Tenant.named("main").digest, wake=lambda: None)
+    for number in (501, 502, 503):
+        client.put_stream([object_key(number)], [b"x"])
+    look()
+    daemon.store.unwatch(told)
+    with Client(daemon.target, token=TOKENS["small"]) as small:
+        for number in range(2):
+            assert small.put_stream([object_key(number)], [b"x"]) == [Outcome.OK]
+    wait_until(lambda: daemon.store.sweep() > 0, what="the last object of the small tenant has expired")
+    with Client(daemon.target, token=TOKENS["slow"]) as slow:
+        slow.present([object_key(1)])
+        with pytest.raises(grpc.RpcError):
+            slow.present([object_key(1)])
+    look()
 
 
 def drive_refusals(daemon: ThreadedDaemon, client: Client, memory: Memory) -> None:
