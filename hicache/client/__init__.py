@@ -6,5 +6,16 @@ from hicache.client.daemon_l3 import DaemonL3
 from hicache.client.settings import ClientSettings
 from hicache.client.status import L3Status, OperationCounts, ProbeReport
 from hicache.client.supervisor import ClientState
+from hicache.client.watch import Watch, WatchEvent, WatchKind
 
-__all__ = ["ClientSettings", "ClientState", "DaemonL3", "L3Status", "OperationCounts", "ProbeReport"]
+__all__ = [
+    "ClientSettings",
+    "ClientState",
+    "DaemonL3",
+    "L3Status",
+    "OperationCounts",
+    "ProbeReport",
+    "Watch",
+    "WatchEvent",
+    "WatchKind",
+]

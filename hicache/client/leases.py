@@ -31,4 +31,9 @@ def release_after(session: Session, items: Sequence[L3Item]) -> None:
 def _change(session: Session, lease_id: int, *, lease_ms: int) -> None:
     request = wire.LeaseRequest(session_secret=session.secret, lease_id=lease_id, lease_ms=lease_ms)
     with contextlib.suppress(ValueError):  # the session was closed just now
-        session.stub.Lease.future(request, timeout=LEASE_CALL_S)
+        # gRPC cancels a call that nobody refers to; the callback refers to it until its end.
+        session.stub.Lease.future(request, timeout=LEASE_CALL_S).add_done_callback(_ignore)
+
+
+def _ignore(answer: object) -> None:
+    pass

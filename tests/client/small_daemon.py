@@ -46,6 +46,7 @@ class Faults:
     frames_end: Callable[[grpc.ServicerContext], None] = lambda context: None  # after the last frame
     refuse: dict[str, tuple[grpc.StatusCode, str]] = field(default_factory=dict)  # by operation
     refuse_memory: str = ""
+    watch: Callable[[], Iterator[wire.WatchEvents]] | None = None  # the events of one watch; None: there are none
     late: Callable[[str], threading.Event | None] = lambda operation: None  # answer DEADLINE now, move bytes when set
 
 
@@ -237,7 +238,16 @@ class SmallDaemon(HiCachedServicer):
     def Lease(self, request: wire.LeaseRequest, context: grpc.ServicerContext) -> wire.LeaseReply:
         self._note("lease", request, context)
         self._authenticate(request.session_secret, context)
+        self.faults.before_reply("lease")
         return wire.LeaseReply(held=request.lease_id == 1)
+
+    def Watch(self, request: wire.WatchRequest, context: grpc.ServicerContext) -> Iterator[wire.WatchEvents]:
+        self._note("watch", request, context)
+        self._authenticate(request.session_secret, context)
+        if self.faults.watch is None:
+            context.abort(grpc.StatusCode.UNIMPLEMENTED, "NOT_SUPPORTED: this daemon has no watches")
+            raise AssertionError("abort raises")
+        yield from self.faults.watch()
 
     def Stats(self, request: wire.StatsRequest, context: grpc.ServicerContext) -> wire.StatsReply:
         self._note("stats", request, context)

@@ -77,14 +77,28 @@ class TestDaemonWithMemoryThatCannotBeShared(DaemonContract):
 
 
 class DictStore:
-    """A small ObjectStore without a medium, shared by every client that is given the same dict."""
+    """A small ObjectStore without a medium, shared by every client that is given the same dict.
+
+    ``leases`` has what is leased, by number.
+    """
 
     def __init__(self, objects: dict[bytes, bytes]) -> None:
         self.objects = objects
         self.is_closed = False
+        self.leases: dict[int, list[bytes]] = {}
+        self._leases_given = 0
 
     def lookup(self, keys: Sequence[bytes], *, lease_s: float = 0.0) -> tuple[list[Outcome], int]:
-        return [Outcome.OK if key in self.objects else Outcome.ABSENT for key in keys], 0
+        outcomes = [Outcome.OK if key in self.objects else Outcome.ABSENT for key in keys]
+        leased = [key for key in keys if key in self.objects]
+        if lease_s <= 0 or not leased:
+            return outcomes, 0
+        self._leases_given += 1
+        self.leases[self._leases_given] = leased
+        return outcomes, self._leases_given
+
+    def release(self, lease_id: int) -> bool:
+        return self.leases.pop(lease_id, None) is not None
 
     def get_into(self, items: Sequence[GetItem]) -> list[Outcome]:
         return [self._get_one(item) for item in items]
