@@ -73,7 +73,11 @@ class Evictor:
             return len(sizes_bytes)
         if limits.quota_bytes and max(sizes_bytes) > limits.quota_bytes:
             return 0  # groups are made so that such an object is alone
-        failed_passes = room_bytes = room_objects = 0
+        with self._catalog.lock:
+            room_bytes, room_objects = self._quota_room(tenant, sizes_bytes)
+        if sum(sizes_bytes) <= room_bytes and len(sizes_bytes) <= room_objects:
+            return len(sizes_bytes)  # without the wait for the removals of others
+        failed_passes = 0
         with self._removal_lock:
             while failed_passes < EVICTION_FAILURES_MAX:
                 with self._catalog.lock:

@@ -153,7 +153,7 @@ class ObjectStore:
         while part := list(islice(scanned, SNAPSHOT_KEYS)):
             keys = [stored.key for stored in part if tenant_of(stored.key) == tenant]
             with self._lock:
-                found = self._catalog.find(keys)
+                found = self._catalog.residents.find(keys)  # what has expired, too: its removal will be an event
             yield [key for key, is_there in zip(keys, found, strict=True) if is_there]
 
     def get_into(self, items: Sequence[GetItem]) -> list[Outcome]:
