@@ -19,17 +19,18 @@ from hicache.outcome import Outcome
 from tests.backends.payloads import key, payload
 
 SLOT = 8192
-SLOTS = 60
+SLOTS = 40
 LOW = 0.7
 HEAVY, CAPPED, BRIEF = b"heavy-tenant-123", b"capped-tenant-12", b"brief-tenant-123"
 LIMITS = {
     HEAVY: TenantLimits(weight=2.0, pinned_objects_max=3),
-    CAPPED: TenantLimits(quota_bytes=12 * SLOT, quota_objects=10),
+    CAPPED: TenantLimits(quota_bytes=9 * SLOT, quota_objects=8),
     BRIEF: TenantLimits(ttl_s=50.0),
 }
 WEIGHTS = sum(limits.weight for limits in LIMITS.values())
 TENANTS = st.sampled_from(list(LIMITS))
 NUMBERS = st.integers(0, 70)
+RUNS = st.builds(lambda first, count: list(range(first, min(first + count, 71))), NUMBERS, st.sampled_from([1, 4, 40]))
 SIZES = {number: SLOT - 4096 if number % 4 else 2 * SLOT - 4096 for number in range(71)}
 
 Name = tuple[bytes, int]  # tenant, number
@@ -83,7 +84,7 @@ class LimitsMachine(RuleBasedStateMachine):
     def note_used(self, names: set[Name]) -> None:
         self.used.update(dict.fromkeys(names, self.now_s))
 
-    @rule(tenant=TENANTS, numbers=st.lists(NUMBERS, min_size=1, max_size=30, unique=True))
+    @rule(tenant=TENANTS, numbers=RUNS)
     def put(self, tenant: bytes, numbers: list[int]) -> None:
         before = self.there()
         outcomes = self.store.put(
@@ -101,7 +102,7 @@ class LimitsMachine(RuleBasedStateMachine):
         for outcome in outcomes:
             assert outcome in (Outcome.OK, Outcome.EXISTS) or self.pinned(), "no space, although all may go"
 
-    @rule(tenant=TENANTS, numbers=st.lists(NUMBERS, min_size=1, max_size=20, unique=True))
+    @rule(tenant=TENANTS, numbers=RUNS)
     def look_up(self, tenant: bytes, numbers: list[int]) -> None:
         there = self.there()
         outcomes, _ = self.store.lookup([key(number, tenant) for number in numbers])
@@ -121,7 +122,7 @@ class LimitsMachine(RuleBasedStateMachine):
             assert bytes(target) == payload(number, SIZES[number])
             self.note_used({name})
 
-    @rule(tenant=TENANTS, numbers=st.lists(NUMBERS, min_size=1, max_size=5, unique=True), pin_s=st.integers(1, 90))
+    @rule(tenant=TENANTS, numbers=RUNS, pin_s=st.integers(1, 90))
     def pin(self, tenant: bytes, numbers: list[int], pin_s: int) -> None:
         outcomes = self.store.pin([key(number, tenant) for number in numbers], pin_s=pin_s)
         for number, outcome in zip(numbers, outcomes, strict=True):
@@ -131,7 +132,7 @@ class LimitsMachine(RuleBasedStateMachine):
             if outcome in (Outcome.OK, Outcome.REFUSED):
                 self.note_used({name})
 
-    @rule(tenant=TENANTS, numbers=st.lists(NUMBERS, min_size=1, max_size=5, unique=True))
+    @rule(tenant=TENANTS, numbers=RUNS)
     def delete_or_unpin(self, tenant: bytes, numbers: list[int]) -> None:
         names = [(tenant, number) for number in numbers]
         keys = [key(number, tenant) for number in numbers]
@@ -167,8 +168,8 @@ class LimitsMachine(RuleBasedStateMachine):
         there = self.there()
         assert self.pinned() <= there
         usage = self.store.tenant_usage(CAPPED)
-        assert usage.objects <= 10
-        assert usage.stored_bytes <= 12 * SLOT
+        assert usage.objects <= 8
+        assert usage.stored_bytes <= 9 * SLOT
         assert len([name for name in self.pinned() if name[0] == HEAVY]) <= 3
         for tenant, limits in LIMITS.items():
             assert self.stored_bytes(self.pinned(), tenant) <= 0.2 * SLOTS * SLOT * limits.weight / WEIGHTS
