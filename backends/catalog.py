@@ -15,7 +15,7 @@ from hicache.backends.key_table import NO_SLOT
 from hicache.backends.leases import Leases
 from hicache.backends.pins import Pins, PinUse
 from hicache.backends.residents import Residents
-from hicache.backends.store_stats import StoreCounters
+from hicache.backends.store_stats import StoreCounters, TenantStats
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.outcome import Outcome
 from hicache.tenancy import TENANT_BYTES
@@ -46,6 +46,8 @@ class Catalog:
         """``clock`` is for leases and pins, ``wall_clock`` for times of use, which outlive the process."""
         self.lock = threading.Lock()
         self.limits = limits
+        self._has_ttl = limits.has_ttl
+        self._pin_limits: dict[bytes, PinUse] = {}  # by tenant, as far as they were needed
         self.residents = Residents(scanned, stored_bytes=stored_bytes, now_s=wall_clock())
         self.leases = Leases(
             bytes_max=int(capacity_bytes * LEASED_SHARE_MAX),
@@ -81,7 +83,7 @@ class Catalog:
 
     def _each_tenant(self, keys: Sequence[bytes], find: Callable[[Sequence[bytes], float], list[bool]]) -> list[bool]:
         """``find(part, used_since_s)`` of the keys of each tenant, and again of those that a lease or pin keeps."""
-        if not self.limits.has_ttl:
+        if not self._has_ttl:
             return find(keys, -math.inf)
         found: list[bool] = []
         for tenant, of_tenant in groupby(keys, key=tenant_of):
@@ -171,6 +173,17 @@ class Catalog:
         self.leases.expire(now_s=now_s)
         self.pins.expire(now_s=now_s)
 
+    def tenant_stats(self, tenant: bytes) -> TenantStats:
+        """What a tenant has, and has lost."""
+        usage = self.residents.tenant_usage(tenant)
+        return TenantStats(
+            payload_bytes=usage.payload_bytes,
+            stored_bytes=usage.stored_bytes,
+            objects=usage.objects,
+            pinned_bytes=self.pins.use_of(tenant).stored_bytes,
+            evictions=self.counters.evictions_by_tenant[tenant],
+        )
+
     def used_bytes(self) -> dict[bytes, int]:
         """What each tenant has, and is about to have, as stored."""
         used = {tenant: self.residents.tenant_usage(tenant).stored_bytes for tenant in self.residents.tenants()}
@@ -207,10 +220,12 @@ class Catalog:
         return self.stored_bytes(self.residents.size_bytes(key) or 0)
 
     def _pin_limit(self, tenant: bytes) -> PinUse:
-        return PinUse(
-            stored_bytes=self.limits.pinned_bytes_max(tenant, capacity_bytes=self._capacity_bytes),
-            objects=self.limits.of(tenant).pinned_objects_max,
-        )
+        if tenant not in self._pin_limits:
+            self._pin_limits[tenant] = PinUse(
+                stored_bytes=self.limits.pinned_bytes_max(tenant, capacity_bytes=self._capacity_bytes),
+                objects=self.limits.of(tenant).pinned_objects_max,
+            )
+        return self._pin_limits[tenant]
 
 
 def tenant_of(key: bytes) -> bytes:

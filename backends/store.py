@@ -335,17 +335,7 @@ class ObjectStore:
         """What each of these has, and has lost."""
         with self._lock:
             self._catalog.expire_holds()
-            return [self._tenant_stats(tenant) for tenant in tenants]
-
-    def _tenant_stats(self, tenant: bytes) -> TenantStats:
-        usage = self._catalog.residents.tenant_usage(tenant)
-        return TenantStats(
-            payload_bytes=usage.payload_bytes,
-            stored_bytes=usage.stored_bytes,
-            objects=usage.objects,
-            pinned_bytes=self._catalog.pins.use_of(tenant).stored_bytes,
-            evictions=self._catalog.counters.evictions_by_tenant[tenant],
-        )
+            return [self._catalog.tenant_stats(tenant) for tenant in tenants]
 
     def tenants(self) -> list[bytes]:
         """Digests of the tenants that have objects."""

@@ -36,7 +36,7 @@ class Watches:
     async def serve(self, session: Session, send: Send, *, wants_snapshot: bool) -> None:
         """Returns when the session ends. A client that reads slowly holds up nobody: it loses events, and is told.
 
-        Raises Refusal(TOO_MANY_CALLS or NOT_SUPPORTED), TimeoutError, and QueueFull.
+        Raises Refusal(TOO_MANY_CALLS or NOT_SUPPORTED), and TimeoutError where the storage is too busy.
         """
         tenant = session.tenant.digest
         if not self._storage.store.is_indexed:
@@ -46,6 +46,8 @@ class Watches:
         self._counts[tenant] += 1
         try:
             await self._serve(session, send, wants_snapshot=wants_snapshot)
+        except QueueFull as error:
+            raise TimeoutError from error
         finally:
             self._counts[tenant] -= 1
 
