@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -394,3 +396,33 @@ class TestEvents:
         there = {stored.key for stored in rig.files.scan() if stored.key[:16] == TENANT}
         assert picture == there
         assert len(there) > 1
+
+
+class TestManyThreads:
+    def run(self, *works: Callable[[], None]) -> None:
+        """All at once; fails with what one of them raised."""
+        with ThreadPoolExecutor(len(works)) as threads:
+            for done in [threads.submit(work) for work in works]:
+                done.result(timeout=60)
+
+    def test_puts_of_one_tenant_at_once_keep_its_quota_and_find_room(self, rig: Rig) -> None:
+        rig.open(mine=TenantLimits(quota_bytes=40 * SLOT, quota_objects=32))
+
+        def flood(first: int) -> None:
+            for number in range(first, first + 60, 4):
+                assert rig.put(*range(number, number + 4)) == [Outcome.OK] * 4
+                usage = rig.store.tenant_usage(TENANT)
+                assert usage.objects <= 32
+                assert usage.stored_bytes <= 40 * SLOT
+
+        self.run(*(partial(flood, 1000 * number) for number in range(4)))
+        assert rig.store.tenant_usage(TENANT).objects >= 28
+
+    def test_floods_of_two_tenants_at_once_leave_a_third_within_its_share_alone(self, rig: Rig) -> None:
+        rig.open()
+        rig.put_each(range(26), THIRD_TENANT)
+        self.run(
+            *(partial(rig.put_each, range(first, first + 80), TENANT) for first in (0, 1000)),
+            *(partial(rig.put_each, range(first, first + 80), OTHER_TENANT) for first in (0, 1000)),
+        )
+        assert rig.present(range(26), THIRD_TENANT) == list(range(26))
