@@ -452,7 +452,7 @@ def test_a_shared_store_asks_each_time_and_remembers_only_leases() -> None:
     assert (store.stats().holds.leases, store.stats().holds.leased_keys) == (1, 1)
     other.delete([key(1)])
     assert not store.renew(lease_id, lease_s=5)
-    assert store.stats().leases == 0
+    assert store.stats().holds.leases == 0
     stats = store.stats()
     assert (stats.lookup_hits, stats.lookup_misses, stats.bytes_read, stats.bytes_written) == (1, 2, 6, 1)
     assert (store.tenants(), store.tenant_usage(b"t" * 16)) == ([], TenantUsage(0, 0, 0))
