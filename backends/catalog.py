@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
+import numpy as np
+
 from hicache.backends.base import StoredObject
 from hicache.backends.events import Events, Removal
-from hicache.backends.key_table import NO_SLOT
-from hicache.backends.leases import Leases
+from hicache.backends.key_rows import PackedKeys
+from hicache.backends.key_table import NO_SLOT, Slots
+from hicache.backends.leases import NO_LEASE, Leases
 from hicache.backends.pins import Pins, PinUse
 from hicache.backends.residents import Residents
 from hicache.backends.store_stats import StoreCounters, TenantStats
@@ -49,11 +52,7 @@ class Catalog:
         self._has_ttl = limits.has_ttl
         self._pin_limits: dict[bytes, PinUse] = {}  # by tenant, as far as they were needed
         self.residents = Residents(scanned, stored_bytes=stored_bytes, now_s=wall_clock())
-        self.leases = Leases(
-            bytes_max=int(capacity_bytes * LEASED_SHARE_MAX),
-            bytes_of=self._stored_bytes_of,
-            on_freed=self.residents.put_back,
-        )
+        self.leases = Leases(on_ended=self.residents.release)
         self.pins = Pins(limit_of=self._pin_limit, on_freed=self.residents.put_back)
         self.events = Events()
         self.counters = StoreCounters()
@@ -69,31 +68,39 @@ class Catalog:
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are there, for those who look for them: what has expired is not, unless something keeps it."""
-        return self._each_tenant(keys, lambda part, since_s: self.residents.find(part, used_since_s=since_s))
+        slots = self._each_tenant(keys, lambda part, since_s: self.residents.slots(part, used_since_s=since_s))
+        found: list[bool] = (slots != NO_SLOT).tolist()
+        return found
 
-    def use(self, keys: Sequence[bytes]) -> list[bool]:
-        """``find``, and count what is there as used now, the first one as the last."""
+    def use(self, keys: Sequence[bytes]) -> Slots:
+        """``find``, and count what is there as used now, the first one as the last. NO_SLOT for what is not there."""
         now_s = self._wall_clock()
+        return self._each_tenant(
+            keys, lambda part, since_s: self.residents.use(part, now_s=now_s, used_since_s=since_s)
+        )
 
-        def use_part(part: Sequence[bytes], since_s: float) -> list[bool]:
-            used: list[bool] = (self.residents.use(part, now_s=now_s, used_since_s=since_s) != NO_SLOT).tolist()
-            return used
-
-        return self._each_tenant(keys, use_part)
-
-    def _each_tenant(self, keys: Sequence[bytes], find: Callable[[Sequence[bytes], float], list[bool]]) -> list[bool]:
-        """``find(part, used_since_s)`` of the keys of each tenant, and again of those that a lease or pin keeps."""
+    def _each_tenant(self, keys: Sequence[bytes], find: Callable[[Sequence[bytes], float], Slots]) -> Slots:
+        """``find(part, used_since_s)`` of the keys of each tenant, and again of those that a pin keeps."""
         if not self._has_ttl:
             return find(keys, -math.inf)
-        found: list[bool] = []
-        for tenant, of_tenant in groupby(keys, key=tenant_of):
-            part = list(of_tenant)
-            found_part = find(part, self.expired_before_s(tenant))
-            for position, key in enumerate(part):
-                if not found_part[position] and (key in self.leases or key in self.pins):
-                    found_part[position] = find([key], -math.inf)[0]
-            found += found_part
-        return found
+        parts = [np.empty(0, dtype=np.int64)]
+        for tenant, part in _by_tenant(keys):
+            slots = find(part, self.expired_before_s(tenant))
+            if len(self.pins) and not slots.all():
+                pinned = [at for at, key in enumerate(part) if slots[at] == NO_SLOT and key in self.pins]
+                slots[pinned] = find([part[at] for at in pinned], -math.inf)
+            parts.append(slots)
+        return np.concatenate(parts)
+
+    def lease(self, slots: Slots, *, expires_at_s: float) -> int:
+        """A lease on what ``use`` found; NO_LEASE where there is nothing, or no room for a lease.
+
+        All leases together protect at most LEASED_SHARE_MAX of the capacity: the first keys get the lease.
+        """
+        if self.leases.is_full:
+            return NO_LEASE
+        held = self.residents.hold(slots, bytes_max=int(self._capacity_bytes * LEASED_SHARE_MAX))
+        return self.leases.grant(held, expires_at_s=expires_at_s) if len(held) else NO_LEASE
 
     def revive(self, keys: Sequence[bytes]) -> list[bool]:
         """As ``use``, and for what has expired, too, while it is still there."""
@@ -119,7 +126,7 @@ class Catalog:
     def take_back(self, key: bytes, size_bytes: int, *, is_expired: bool) -> None:
         """An object whose delete failed is there all the same; one that has expired stays absent for who looks."""
         if is_expired:
-            self.residents.load([key], [size_bytes], [0.0])
+            self.residents.add(key, size_bytes, now_s=self._wall_clock(), is_expired=True)
         else:
             self.add(key, size_bytes)
 
@@ -155,11 +162,11 @@ class Catalog:
         self.events.tell(key, removal)
 
     def _is_kept(self, key: bytes) -> bool:
-        return key in self.leases or key in self.pins or key in self.writing
+        return key in self.pins or key in self.writing
 
     def pin(self, keys: Sequence[bytes], *, expires_at_s: float) -> list[Outcome]:
         """OK, ABSENT, or REFUSED at the limits of the tenant: the first keys are pinned, those beyond are not."""
-        outcomes = [Outcome.OK if is_there else Outcome.ABSENT for is_there in self.use(keys)]
+        outcomes = [Outcome.OK if is_there else Outcome.ABSENT for is_there in self.use(keys).tolist()]
         for position, key in enumerate(keys):
             if outcomes[position] is Outcome.OK and not self.pins.pin(
                 key, size_bytes=self._stored_bytes_of(key), expires_at_s=expires_at_s
@@ -231,3 +238,11 @@ class Catalog:
 def tenant_of(key: bytes) -> bytes:
     """The tenant's digest in a physical key."""
     return key[:TENANT_BYTES]
+
+
+def _by_tenant(keys: Sequence[bytes]) -> Iterator[tuple[bytes, Sequence[bytes]]]:
+    if isinstance(keys, PackedKeys) and len(keys.prefix) >= TENANT_BYTES:
+        yield tenant_of(keys.prefix), keys
+    else:
+        for tenant, of_tenant in groupby(keys, key=tenant_of):
+            yield tenant, list(of_tenant)

@@ -16,6 +16,7 @@ from hicache.notices import Notices
 from hicache.outcome import Outcome
 
 EVICTION_KEYS_MAX = 256  # in one delete of the backend
+SPARE_OBJECTS_PART = 256  # of objects_max: at it so many are evicted beyond what is short
 EVICTION_FAILURES_MAX = 8  # passes in which every delete failed
 
 Victims = list[tuple[bytes, int]]  # keys and payload sizes
@@ -37,6 +38,7 @@ class Evictor:
         high_bytes: int,
         low_bytes: int,
         floor_bytes: int,
+        objects_max: int,
     ) -> None:
         """``removal_lock`` is taken before the catalog's: one eviction or delete at a time."""
         self._backend = backend
@@ -45,14 +47,18 @@ class Evictor:
         self._high_bytes = high_bytes
         self._low_bytes = low_bytes
         self._floor_bytes = floor_bytes
+        self._objects_max = objects_max
         self._capacity_bytes = backend.usage().capacity_bytes
         self._notices = Notices(logging.getLogger(__name__))
 
     def make_room(self, tenant: bytes, need_bytes: int) -> bool:
-        """Evict until what is reserved fits; False when the free space floor forbids the put of ``tenant``.
+        """Evict until what is reserved fits; False when the free space floor or ``objects_max`` forbids the put.
 
-        When everything that may go is kept the put goes on and the backend says what fits.
+        When everything that may go is kept the put goes on and the backend says what fits. ``tenant`` is who puts.
         """
+        if not self._make_room_in_index(tenant):
+            self._notices.warning("objects_max", "as many objects as objects_max allows are kept: no more are stored")
+            return False
         if self._above(self._high_bytes) > 0:
             self.evict(tenant, lambda: self._above(max(self._low_bytes, min(need_bytes, self._capacity_bytes))))
         short_bytes = self._below_floor(need_bytes)
@@ -62,6 +68,25 @@ class Evictor:
         if short_bytes > 0:
             self._notices.warning("floor", "the file system is at its free space floor: objects are not stored")
         return short_bytes <= 0
+
+    def _make_room_in_index(self, tenant: bytes) -> bool:
+        """Evict at ``objects_max``, somewhat more than is short so that not every put has to; False: still too many."""
+        while self._surplus_objects() > 0:
+            if self.evict(tenant, self._surplus_bytes) == 0:
+                return self._surplus_objects() <= 0
+        return True
+
+    def _surplus_objects(self) -> int:
+        with self._catalog.lock:
+            return len(self._catalog.residents) + self._catalog.reserved_objects.total() - self._objects_max
+
+    def _surplus_bytes(self) -> int:
+        """What so many objects, and some more, store on the average."""
+        surplus = self._surplus_objects()
+        if surplus <= 0:
+            return 0
+        usage = self._backend.usage()
+        return (surplus + self._objects_max // SPARE_OBJECTS_PART) * usage.stored_bytes // max(1, usage.objects)
 
     def make_room_in_quota(self, tenant: bytes, sizes_bytes: Sequence[int]) -> int:
         """Evict of ``tenant`` alone until objects of these stored sizes, which are reserved, fit into its quota.

@@ -23,6 +23,7 @@ def open_store(
     high_watermark: float = 0.95,
     low_watermark: float = 0.90,
     free_space_floor_bytes: int = FREE_SPACE_FLOOR_BYTES,
+    objects_max: int = 0,
     limits: StoreLimits | None = None,
 ) -> ObjectStore | SharedStore:
     """Open the backend at ``url`` under what keeps it in bounds: ours, or its own where it is shared and evicts itself.
@@ -44,6 +45,7 @@ def open_store(
             high_watermark=high_watermark,
             low_watermark=low_watermark,
             free_space_floor_bytes=free_space_floor_bytes,
+            objects_max=objects_max,
             limits=limits,
         )
     except BaseException:

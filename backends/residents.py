@@ -8,7 +8,6 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -31,12 +30,13 @@ _IS_ASIDE = 2  # met by take_victims and not to go
 _IS_TOUCHED = 4  # used since its time was written to the medium
 
 
-class TenantUsage(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class TenantUsage:
     """What one tenant has."""
 
-    payload_bytes: int
-    stored_bytes: int  # what that takes of the capacity
-    objects: int
+    payload_bytes: int = 0
+    stored_bytes: int = 0  # what that takes of the capacity
+    objects: int = 0
 
 
 @dataclass(slots=True)
@@ -73,9 +73,12 @@ class Residents:
         self._used = Column(np.float64)  # NEVER: free, or aside
         self._owners = Column(np.uint32)
         self._flags = Column(np.uint8)
+        self._holds = Column(np.uint32)
         self._used.cells[NO_SLOT] = NEVER
         self._slot_end = NO_SLOT + 1  # slots from here on were never taken
         self._free = array("I")
+        self._gone: dict[bytes, int] = {}  # discarded while held: these keep their slots
+        self._held_count = self._held_bytes = 0
         self._tenants: dict[bytes, _Tenant] = {}
         self._owned: dict[int, _Tenant] = {}  # the same by number
         self._last_number = 0
@@ -98,16 +101,23 @@ class Residents:
         return self._count
 
     def find(self, keys: Sequence[bytes], *, used_since_s: float = -math.inf) -> list[bool]:
-        """Which keys are there, those left out that were last used before ``used_since_s``."""
-        found: list[bool] = (self._since(self._find(keys), used_since_s) != NO_SLOT).tolist()
+        """Which keys are there, without those that were last used before ``used_since_s`` and are not held."""
+        found: list[bool] = (self.slots(keys, used_since_s=used_since_s) != NO_SLOT).tolist()
         return found
 
-    def use(self, keys: Sequence[bytes], *, now_s: float, used_since_s: float = -math.inf) -> Slots:
-        """``find`` and ``refresh`` in one: the slots of those that were refreshed, NO_SLOT for the others.
+    def slots(self, keys: Sequence[bytes], *, used_since_s: float = -math.inf) -> Slots:
+        """``find``, as the slots of those that are there and NO_SLOT for the others.
 
         A slot means its key until that is discarded.
         """
-        slots = self._since(self._find(keys), used_since_s)
+        slots = self._find(keys)
+        if used_since_s > -math.inf:
+            slots[(self._used.array[slots] < used_since_s) & (self._holds.array[slots] == 0)] = NO_SLOT
+        return slots
+
+    def use(self, keys: Sequence[bytes], *, now_s: float, used_since_s: float = -math.inf) -> Slots:
+        """``slots`` and ``refresh`` in one: counts those whose slots it returns as used now."""
+        slots = self.slots(keys, used_since_s=used_since_s)
         self._restamp(slots[slots != NO_SLOT], now_s)
         return slots
 
@@ -120,18 +130,25 @@ class Residents:
         slot = self._slot(key)
         return None if slot == NO_SLOT else self._sizes.cells[slot]
 
-    def add(self, key: bytes, size_bytes: int, *, now_s: float) -> None:
-        """Add as the most recently used, or replace. Raises ValueError for a key that no backend stores."""
+    def add(self, key: bytes, size_bytes: int, *, now_s: float, is_expired: bool = False) -> None:
+        """Add as the most recently used, or replace; one that ``is_expired`` as never used, so that it goes first.
+
+        Raises ValueError for a key that no backend stores.
+        """
         if not is_storable_key(key):
             raise ValueError(f"a key has 1 to {PHYSICAL_KEY_BYTES_MAX} bytes, not {len(key)}")
         self.discard(key)
-        slot = self._free.pop() if self._free else self._new_slots(1)
+        slot = self._slot_for(key, size_bytes)
         width = width_of(len(key))
         tenant = self._tenant(key[:TENANT_BYTES])
         self._tables[width].insert_one(row_of(key), slot)
-        self._newest_s = self._next_time(now_s)
+        if is_expired:
+            for owner in (None, tenant.number):
+                self._queues.pop(owner, None)  # it belongs before what they have found
+        else:
+            self._newest_s = self._next_time(now_s)
         self._sizes.cells[slot] = size_bytes
-        self._used.cells[slot] = self._newest_s
+        self._used.cells[slot] = -math.inf if is_expired else self._newest_s
         self._owners.cells[slot] = tenant.number
         self._flags.cells[slot] = _IS_LONG if width else 0
         self._count += 1
@@ -153,8 +170,11 @@ class Residents:
             self._aside_count -= 1
             tenant.aside -= 1
         self._used.cells[slot] = NEVER
-        self._flags.cells[slot] = 0
-        self._free.append(slot)
+        self._flags.cells[slot] &= _IS_LONG
+        if self._holds.cells[slot]:
+            self._gone[key] = slot
+        else:
+            self._free.append(slot)
         self._count -= 1
         tenant.objects -= 1
         tenant.payload_bytes -= size_bytes
@@ -203,8 +223,7 @@ class Residents:
         """Counts objects for their tenants, and returns the tenants' numbers."""
         numbers = {digest: self._tenant(digest).number for digest in set(digests)}
         owners = np.array([numbers[digest] for digest in digests], dtype=np.uint32)
-        distinct, size_places = np.unique(sizes, return_inverse=True)
-        stored = np.array([self._stored_bytes(size) for size in distinct.tolist()], dtype=np.int64)[size_places]
+        stored = self._stored(sizes)
         for digest, number in numbers.items():
             is_own = owners == number
             tenant = self._tenants[digest]
@@ -225,7 +244,9 @@ class Residents:
         """Remove the least recently used that together store ``enough_bytes``, ``count_max`` at most.
 
         Only those of ``tenant`` where one is given, and only those last used before ``used_before_s``. Those that are
-        kept are set aside until ``put_back`` or their next use, so that they are met once and not again by every call.
+        kept or held are set aside until ``put_back``, the end of the hold or their next use: they are met once and
+        not by every call.
+
         Returns keys and payload sizes. A call looks at a bounded part: while that is not enough, ask again, also after
         None, which means that this part had none; an empty list means that there is none.
         """
@@ -233,7 +254,7 @@ class Residents:
         if tenant is not None and owned is None:
             return []
         candidates = self._count - self._aside_count if owned is None else owned.objects - owned.aside
-        if candidates == 0 or count_max <= 0 or enough_bytes <= 0:
+        if candidates == 0 or count_max <= 0 or enough_bytes <= 0 or used_before_s == -math.inf:
             return []
         queue = self._queue(None if owned is None else owned.number)
         if not queue.is_ready():
@@ -244,6 +265,7 @@ class Residents:
             if not is_complete or not queue.is_ready():
                 return None
         victims: list[tuple[bytes, int]] = []
+        holds = self._holds.cells
         freed_bytes, is_last = 0, False
         slots, times, ends, entries = queue.head(self._used.array, EXAMINED_MAX)
         for slot, used_at_s, end in zip(slots.tolist(), times.tolist(), ends.tolist(), strict=True):
@@ -251,7 +273,7 @@ class Residents:
                 entries = end - 1
                 break
             key = self._key(slot)
-            if is_kept(key):
+            if holds[slot] or is_kept(key):
                 self._set_aside(slot)
                 continue
             size_bytes = self.discard(key)
@@ -282,10 +304,43 @@ class Residents:
         end = slots[-1] + 1 if len(slots) == count_max else start + len(flags)
         return taken, end if end < self._slot_end else None
 
+    @property
+    def held_count(self) -> int:
+        """Objects that are held, those included that were discarded meanwhile."""
+        return self._held_count
+
+    def hold(self, slots: Slots, *, bytes_max: int) -> Slots:
+        """Keep objects from eviction and expiry until ``release`` gets what this returns: those held, each once.
+
+        All that is held together stores at most ``bytes_max``: the first ones are held, and those that were already.
+        A hold outlives a ``discard``: an object that is stored again under its key is held.
+        """
+        slots = _first_of_each(slots[slots != NO_SLOT])
+        is_new = self._holds.array[slots] == 0
+        stored = np.where(is_new, self._stored(self._sizes.array[slots]), 0)
+        fits = ~is_new | (stored.cumsum() <= bytes_max - self._held_bytes)
+        held: Slots = slots[fits]
+        self._holds.array[held] += 1
+        self._held_count += int(is_new[fits].sum())
+        self._held_bytes += int(stored[fits].sum())
+        return held
+
+    def release(self, held: Slots) -> None:
+        """End a hold. What was set aside and is not held otherwise is now the most recently used, as ``put_back``."""
+        self._holds.array[held] -= 1
+        free = held[self._holds.array[held] == 0]
+        self._held_count -= len(free)
+        self._held_bytes -= int(self._stored(self._sizes.array[free]).sum())
+        self._restamp(free[(self._flags.array[free] & _IS_ASIDE) != 0], self._newest_s)
+        if self._gone:
+            for slot in free[self._used.array[free] == NEVER].tolist():
+                del self._gone[self._key(slot)]
+                self._free.append(slot)
+
     def tenant_usage(self, tenant: bytes) -> TenantUsage:
         """What one tenant has."""
         owned = self._tenants.get(tenant)
-        return TenantUsage(owned.payload_bytes, owned.stored_bytes, owned.objects) if owned else TenantUsage(0, 0, 0)
+        return TenantUsage(owned.payload_bytes, owned.stored_bytes, owned.objects) if owned else TenantUsage()
 
     def tenants(self) -> list[bytes]:
         """Tenants that have objects."""
@@ -315,12 +370,25 @@ class Residents:
         self._used.reserve(self._slot_end)
         self._owners.reserve(self._slot_end)
         self._flags.reserve(self._slot_end)
+        self._holds.reserve(self._slot_end)
         return first
 
-    def _since(self, slots: Slots, used_since_s: float) -> Slots:
-        if used_since_s > -math.inf:
-            slots[self._used.array[slots] < used_since_s] = NO_SLOT
-        return slots
+    def _slot_for(self, key: bytes, size_bytes: int) -> int:
+        """One to take: that which the key had when it was discarded while it was held, so that it is held still."""
+        slot = self._gone.pop(key, None)
+        if slot is None:
+            return self._free.pop() if self._free else self._new_slots(1)
+        self._held_bytes += self._stored_bytes(size_bytes) - self._stored_bytes(self._sizes.cells[slot])
+        return slot
+
+    def _stored(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
+        """What objects of these sizes take of the capacity."""
+        if len(sizes) and sizes.min() == sizes.max():
+            return np.full(len(sizes), self._stored_bytes(int(sizes[0])), dtype=np.int64)
+        distinct, places = np.unique(sizes, return_inverse=True)
+        stored: NDArray[np.int64] = np.array([self._stored_bytes(size) for size in distinct.tolist()], dtype=np.int64)
+        each: NDArray[np.int64] = stored[places]
+        return each
 
     def _next_time(self, now_s: float) -> float:
         return max(self._newest_s + TICK_S, math.floor(now_s / TICK_S) * TICK_S)
@@ -358,3 +426,12 @@ class Residents:
         if len(self._queues) > TENANT_QUEUES_MAX:
             self._queues.popitem(last=False)
         return queue
+
+
+def _first_of_each(slots: Slots) -> Slots:
+    """Without those that came before in the same batch."""
+    in_order = np.sort(slots)
+    if not (in_order[1:] == in_order[:-1]).any():
+        return slots
+    _, first = np.unique(slots, return_index=True)
+    return slots[np.sort(first)]

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from hicache.backends.base import Backend, GetItem, PutItem, Usage
 from hicache.backends.events import Subscription
-from hicache.backends.leases import NO_LEASE, Leases
+from hicache.backends.leases import NO_LEASE, KeyLeases
 from hicache.backends.residents import TenantUsage
 from hicache.backends.store_stats import Holds, StoreCounters, StoreStats, TenantStats
 from hicache.errors import ConfigError
@@ -47,7 +47,7 @@ class SharedStore:
         self._object_bytes_max = object_bytes_max
         self._clock = clock
         self._lock = threading.Lock()  # everything below; never held in a call of the backend
-        self._leases = Leases()
+        self._leases = KeyLeases()
         self._counters = StoreCounters()
         self._is_closed = False
 

@@ -8,10 +8,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
+import numpy as np
+
 from hicache.backends.base import Backend, GetItem, PutItem, Usage
 from hicache.backends.catalog import Catalog, Read, tenant_of
 from hicache.backends.events import Removal, Subscription
 from hicache.backends.eviction import Evictor
+from hicache.backends.key_table import NO_SLOT
 from hicache.backends.leases import NO_LEASE
 from hicache.backends.recency_writer import RecencyWriter
 from hicache.backends.residents import TenantUsage
@@ -23,7 +26,9 @@ from hicache.outcome import Outcome
 FREE_SPACE_FLOOR_BYTES = 256 << 20
 PUT_GROUP_BYTES = 64 << 20  # room is made for so much of a batch at a time
 QUOTA_GROUPS = 8  # puts of one tenant that may be in progress without one taking the other for over the quota
+OBJECTS_MAX = 1 << 24  # unless the caller sets it: 2 GB of index
 SNAPSHOT_KEYS = 1024  # objects that one step of a snapshot looks at
+_LOOKED_UP = np.array([Outcome.ABSENT, Outcome.OK], dtype=object)  # by whether it was found
 
 
 class ObjectStore:
@@ -43,11 +48,14 @@ class ObjectStore:
         high_watermark: float = 0.95,
         low_watermark: float = 0.90,
         free_space_floor_bytes: int = FREE_SPACE_FLOOR_BYTES,
+        objects_max: int = 0,
         limits: StoreLimits | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
         """Takes ``backend`` over, to be closed with the store. Reads its index: ready when this returns.
+
+        ``objects_max`` bounds the memory of the index; 0: as many as fit into the capacity, OBJECTS_MAX at most.
 
         Raises ConfigError for watermarks or limits that contradict each other.
         """
@@ -56,6 +64,7 @@ class ObjectStore:
         self._object_bytes_max = object_bytes_max
         self._capacity_bytes = backend.usage().capacity_bytes
         self._low_bytes = int(self._capacity_bytes * low_watermark)
+        self._objects_max = objects_max or min(self._capacity_bytes // backend.stored_bytes(1), OBJECTS_MAX)
         self._limits = limits or StoreLimits()
         self._clock = clock
         self._removal_lock = threading.Lock()  # taken before that of the catalog
@@ -75,6 +84,7 @@ class ObjectStore:
             high_bytes=int(self._capacity_bytes * high_watermark),
             low_bytes=self._low_bytes,
             floor_bytes=free_space_floor_bytes,
+            objects_max=self._objects_max,
         )
         self._recency = RecencyWriter(backend, self._catalog, clock=clock)
         self._is_closed = False
@@ -95,14 +105,13 @@ class ObjectStore:
         with self._lock:
             catalog = self._catalog
             catalog.expire_holds()
-            found = catalog.use(keys)
-            present = [key for key, is_there in zip(keys, found, strict=True) if is_there]
-            catalog.counters.lookup_hits += len(present)
-            catalog.counters.lookup_misses += len(keys) - len(present)
-            outcomes = [Outcome.OK if is_there else Outcome.ABSENT for is_there in found]
-            if lease_s <= 0:
-                return outcomes, NO_LEASE
-            return outcomes, catalog.leases.grant(present, expires_at_s=self._clock() + lease_s)
+            slots = catalog.use(keys)
+            hit_count = int(np.count_nonzero(slots))
+            catalog.counters.lookup_hits += hit_count
+            catalog.counters.lookup_misses += len(keys) - hit_count
+            lease_id = catalog.lease(slots, expires_at_s=self._clock() + lease_s) if lease_s > 0 else NO_LEASE
+        outcomes: list[Outcome] = _LOOKED_UP[(slots != NO_SLOT).view(np.uint8)].tolist()
+        return outcomes, lease_id
 
     def renew(self, lease_id: int, *, lease_s: float) -> bool:
         """Let a lease end ``lease_s`` from now; False when it has ended."""
@@ -238,7 +247,10 @@ class ObjectStore:
         bytes_max = min(PUT_GROUP_BYTES, max(self._capacity_bytes - self._low_bytes, self._capacity_bytes // 20))
         if limits.quota_bytes:
             bytes_max = min(bytes_max, limits.quota_bytes // QUOTA_GROUPS)
-        return bytes_max, max(1, limits.quota_objects // QUOTA_GROUPS) if limits.quota_objects else count
+        count_max = min(count, max(1, self._objects_max // QUOTA_GROUPS))
+        if limits.quota_objects:
+            count_max = min(count_max, max(1, limits.quota_objects // QUOTA_GROUPS))
+        return bytes_max, count_max
 
     def _put_group(self, items: Sequence[PutItem]) -> list[Outcome]:
         keys = [item.key for item in items]
@@ -349,7 +361,7 @@ class ObjectStore:
             catalog.expire_holds()
             holds = Holds(
                 leases=len(catalog.leases),
-                leased_keys=catalog.leases.key_count,
+                leased_keys=catalog.residents.held_count,
                 pins=len(catalog.pins),
                 pinned_bytes=catalog.pins.stored_bytes,
                 watchers=catalog.events.watcher_count,

@@ -17,11 +17,14 @@ from rich.table import Table
 
 from bench.lookup_daemon import CountBench, CountRow, RestartRow, counts_up_to, growth, why_not
 from bench.lookup_directory import MatchRow, measure_match
+from bench.lookup_index import IndexRow, measure_index
 from bench.lookup_keys import HashRow, measure_hashing
 from bench.machine import machine_facts, write_json
 
 OBJECTS_MAX_QUICK = 10**5
 OBJECTS_MAX_FULL = 10**6  # 10^7 takes a flag, 80 GB of disk and 50 GB of memory
+INDEXED_QUICK = (10**4, 10**5, 10**6)  # in this process: the index of the daemon alone
+INDEXED_FULL = (10**4, 10**5, 10**6, 10**7)
 RESIDENT_PAGES_QUICK = (10_000, 40_000)
 RESIDENT_PAGES_FULL = (10_000, 100_000, 1_000_000)
 
@@ -32,6 +35,7 @@ class Results:
 
     hashing: list[HashRow] = field(default_factory=list)
     objects: list[CountRow] = field(default_factory=list)
+    index: list[IndexRow] = field(default_factory=list)
     restart: list[RestartRow] = field(default_factory=list)
     directory: list[MatchRow] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -57,6 +61,9 @@ def main(json_path: str | None, quick: bool, objects_max: int | None, folder: st
                 objects_max=objects_max or (OBJECTS_MAX_QUICK if quick else OBJECTS_MAX_FULL),
                 repetitions=15 if quick else 51,
             )
+        status.update("index")
+        for objects in INDEXED_QUICK if quick else INDEXED_FULL:
+            results.index.append(measure_index(objects, repetitions=15 if quick else 101))
         status.update("directory")
         for pages in RESIDENT_PAGES_QUICK if quick else RESIDENT_PAGES_FULL:
             results.directory += measure_match(pages)
@@ -84,16 +91,23 @@ def measure_daemon(results: Results, folder: Path, *, objects_max: int, repetiti
 
 def to_json(results: Results, machine: dict[str, object]) -> dict[str, object]:
     """The fields that scripts rely on."""
-    return {**asdict(results), "growth": growth(results.objects), "machine": machine}
+    return {
+        **asdict(results),
+        "growth": growth(results.objects),
+        "index_growth": growth(results.index),
+        "machine": machine,
+    }
 
 
 def print_results(results: Results, machine: dict[str, object], console: Console) -> None:
     """The tables for people."""
     _print("Block keys of one prompt; the limit is one hash over the same bytes", results.hashing, console)
     _print("hicached by resident objects; microseconds a key", results.objects, console)
-    if results.objects:
-        grown = ", ".join(f"{name} x{factor}" for name, factor in growth(results.objects).items())
-        console.print(f"from {results.objects[0].objects} to {results.objects[-1].objects} objects: {grown}")
+    _print("The index of hicached alone, in this process; microseconds a key", results.index, console)
+    for rows in (results.objects, results.index):
+        if rows:
+            grown = ", ".join(f"{name} x{factor}" for name, factor in growth(rows).items())
+            console.print(f"from {rows[0].objects:,} to {rows[-1].objects:,} objects: {grown}")
     _print("Restart", results.restart, console)
     _print("Directory.open beside five look-ups a page in the same dict", results.directory, console)
     for line in results.skipped:

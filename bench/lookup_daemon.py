@@ -12,6 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 
 from bench.daemon_process import TOKEN, BenchError, DaemonProcess
+from bench.lookup_index import IndexRow
 from bench.small_objects_daemon import OBJECT_BYTES, STORED_BYTES
 from bench.store_client import SPEC, BenchMemory
 from hicache.client import DaemonL3
@@ -160,15 +161,15 @@ def object_key(number: int) -> bytes:
     return blake2b(number.to_bytes(8, "little"), digest_size=36).digest()
 
 
-def growth(rows: Sequence[CountRow]) -> dict[str, float]:
+def growth(rows: Sequence[CountRow] | Sequence[IndexRow]) -> dict[str, float]:
     """How much more a key costs with the most objects than with the fewest."""
     if not rows:
         return {}
     first, last = rows[0], rows[-1]
     return {
         name: round(getattr(last, name) / getattr(first, name), 2)
-        for name in ("lookup_us", "get_us", "put_us")
-        if getattr(first, name)
+        for name in ("lookup_us", "absent_us", "lease_us", "get_us", "put_us", "add_us", "victim_us")
+        if getattr(first, name, 0)
     }
 
 

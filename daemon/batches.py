@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hicache.backends import key_rows
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session
@@ -47,6 +48,13 @@ class PackedKeys:
         return [session.physical_key(key) for key in split_keys(part, self.key_bytes)]
 
 
+def physical_keys(keys: PackedKeys, session: Session) -> Sequence[bytes]:
+    """The names of the objects in the store, as a sequence that makes each when it is asked for: in no time."""
+    if not keys.count:
+        return ()
+    return key_rows.PackedKeys(keys.packed, keys.key_bytes, prefix=session.tenant.digest)
+
+
 def read_keys(packed: bytes, key_bytes: int, config: DaemonConfig) -> PackedKeys:
     """The object keys of a request, in no time. Raises Refusal(MALFORMED or BATCH_TOO_LARGE)."""
     try:
@@ -56,16 +64,6 @@ def read_keys(packed: bytes, key_bytes: int, config: DaemonConfig) -> PackedKeys
     if count > config.batch_keys_max:
         raise Refusal(RefusalCode.BATCH_TOO_LARGE, f"{count} keys: batch_keys_max is {config.batch_keys_max}")
     return PackedKeys(packed, key_bytes, count)
-
-
-def read_physical_keys(keys: PackedKeys, session: Session) -> Steps[list[bytes]]:
-    """The names of the objects in the store."""
-    physical: list[bytes] = []
-    for start in keys.slice_starts:
-        if start:
-            yield
-        physical += keys.physical(start, session)
-    return physical
 
 
 def read_transfer(

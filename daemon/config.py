@@ -72,6 +72,9 @@ class DaemonConfig:
     high_watermark: float = _setting(0.95, number(0.01, 1.0), "share of the capacity at which eviction starts")
     low_watermark: float = _setting(0.90, number(0.01, 1.0), "share of the capacity at which eviction stops")
     free_space_floor_bytes: int = _setting(GIB, size(0), "free space on the medium below which nothing is stored")
+    objects_max: int = _setting(
+        0, count(0, 1 << 30), "most objects, 120 bytes of memory each; 0: what the capacity holds, 2^24 at most"
+    )
     mooncake_master: str = _setting("", remote_address, "host:port of the Mooncake master; needed for mooncake")
     mooncake_metrics: str = _setting("", remote_address, "host:port of its HTTP; empty: port 9003 of the same host")
     mooncake_replicas: int = _setting(1, count(1, 64), "copies of each object, on different nodes")

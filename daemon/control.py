@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
@@ -48,7 +48,7 @@ class Control:
         self._notices = Notices(logging.getLogger(__name__))
 
     async def lookup(
-        self, session: Session, keys: list[bytes], *, lease_ms: int, deadline: float
+        self, session: Session, keys: Sequence[bytes], *, lease_ms: int, deadline: float
     ) -> tuple[list[Outcome], int]:
         """Outcomes, and the id of a lease on the keys that are OK; 0 where none was asked for or none may be taken."""
         now_s = self._sessions.clock()
@@ -67,7 +67,7 @@ class Control:
             session.note_lease(lease_id, now_s + lease_s)
         return outcomes, lease_id
 
-    async def delete(self, keys: list[bytes], *, deadline: float) -> list[Outcome]:
+    async def delete(self, keys: Sequence[bytes], *, deadline: float) -> list[Outcome]:
         """OK or ABSENT for each key. In chunks, between those of transfers: nobody's lookup waits for a long delete.
 
         At the deadline the keys without a result are DEADLINE; those of a chunk that runs are deleted all the same.
@@ -83,7 +83,7 @@ class Control:
             outcomes += [answer] * len(chunk) if isinstance(answer, Outcome) else answer
         return outcomes
 
-    async def pin(self, keys: list[bytes], *, pin_ms: int, deadline: float) -> list[Outcome]:
+    async def pin(self, keys: Sequence[bytes], *, pin_ms: int, deadline: float) -> list[Outcome]:
         """Pins, or unpins for ``pin_ms`` 0; a longer request is cut to the longest pin. Raises Refusal(NOT_SUPPORTED).
 
         OK, ABSENT (unpin: or not pinned), or REFUSED at the limits of the tenant.

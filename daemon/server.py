@@ -79,6 +79,7 @@ def open_store(config: DaemonConfig, limits: StoreLimits) -> OpenedStore:
         high_watermark=config.high_watermark,
         low_watermark=config.low_watermark,
         free_space_floor_bytes=config.free_space_floor_bytes,
+        objects_max=config.objects_max,
         limits=limits,
     )
     return OpenedStore(store, store.store_id, StoreNumbers.of(store))

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from hicache.daemon.batches import Batch, PackedKeys, read_keys, read_physical_keys, read_stream_get, read_transfer
+from hicache.daemon.batches import Batch, PackedKeys, physical_keys, read_keys, read_stream_get, read_transfer
 from hicache.daemon.calls import CallContext, Calls
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.control import Control, Space
@@ -75,9 +75,8 @@ class HiCachedService:
         async with self._session_call("Lookup", request.session_secret, context) as (session, deadline):
             keys = self._keys(request)
             async with self._turns.one_of(session, keys.count, deadline=deadline):
-                physical = await self._turns.take(read_physical_keys(keys, session))
                 outcomes, lease_id = await self._control.lookup(
-                    session, physical, lease_ms=request.lease_ms, deadline=deadline
+                    session, physical_keys(keys, session), lease_ms=request.lease_ms, deadline=deadline
                 )
             self._metrics.count_items("Lookup", outcomes)
             return pb.LookupReply(outcomes=bytes(outcomes), lease_id=lease_id)
@@ -128,9 +127,7 @@ class HiCachedService:
     async def Delete(self, request: pb.KeysRequest, context: CallContext) -> pb.TransferReply:
         """Drops objects of the session's tenant."""
         async with self._session_call("Delete", request.session_secret, context) as (session, deadline):
-            keys = self._keys(request)
-            async with self._turns.one_of(session, keys.count, deadline=deadline):
-                physical = await self._turns.take(read_physical_keys(keys, session))
+            physical = physical_keys(self._keys(request), session)
             outcomes = await self._control.delete(physical, deadline=deadline)
             self._metrics.count_items("Delete", outcomes)
             return pb.TransferReply(outcomes=bytes(outcomes))
@@ -146,9 +143,7 @@ class HiCachedService:
     async def Pin(self, request: pb.PinRequest, context: CallContext) -> pb.TransferReply:
         """Keeps objects of the session's tenant for a time, also when the session ends; or ends that."""
         async with self._session_call("Pin", request.session_secret, context) as (session, deadline):
-            keys = self._keys(request)
-            async with self._turns.one_of(session, keys.count, deadline=deadline):
-                physical = await self._turns.take(read_physical_keys(keys, session))
+            physical = physical_keys(self._keys(request), session)
             outcomes = await self._control.pin(physical, pin_ms=request.pin_ms, deadline=deadline)
             self._metrics.count_items("Pin", outcomes)
             return pb.TransferReply(outcomes=bytes(outcomes))

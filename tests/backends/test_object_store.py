@@ -11,7 +11,6 @@ import pytest
 from hicache.backends.base import Backend, GetItem, PutItem
 from hicache.backends.faulty import Fault, FaultKind, FaultyBackend
 from hicache.backends.file_store import FileBackend
-from hicache.backends.leases import Leases
 from hicache.backends.lmdb_store import LmdbBackend
 from hicache.backends.recency_writer import TOUCH_INTERVAL_S
 from hicache.backends.store import ObjectStore
@@ -196,20 +195,14 @@ def test_leased_objects_are_examined_once_and_not_by_every_eviction(rig: Rig, mo
     rig.store.lookup([key(number) for number in range(50)], lease_s=10.0)
     for number in range(50, 90):
         rig.store.lookup([key(number)])  # now the leased ones are the oldest
-    examined: list[bytes] = []
-    is_leased = type(rig.store._catalog.leases).__contains__
-
-    def watched(held: Leases, name: object) -> bool:
-        assert isinstance(name, bytes)
-        examined.append(name)
-        return is_leased(held, name)
-
-    monkeypatch.setattr(Leases, "__contains__", watched)
+    residents = rig.store._catalog.residents
+    aside: list[int] = []
+    monkeypatch.setattr(residents, "_set_aside", lambda slot: (aside.append(slot), set_aside(slot)))
+    set_aside = type(residents)._set_aside.__get__(residents)
     rig.put(*range(100, 120))
-    assert len(examined) <= 50 + 30
-    examined.clear()
+    assert len(aside) == 50
     rig.put(*range(120, 140))
-    assert not {key(number) for number in range(50)} & set(examined)
+    assert len(aside) == 50
 
 
 def test_an_eviction_looks_at_few_objects_under_the_lock_and_finds_what_is_behind_them(

@@ -94,7 +94,10 @@ class ObjectStoreMachine(RuleBasedStateMachine):
         assert found <= self.stored
         assert self.leased() & set(numbers) <= found
         if lease:
-            protected = {number for number in found if name_of(number) in self.store._catalog.leases.keys(lease)}
+            catalog = self.store._catalog
+            held = catalog.leases.held(lease)
+            held_slots = set() if held is None else set(held.tolist())
+            protected = {number for number in found if catalog.residents.slots([name_of(number)])[0] in held_slots}
             self.leases[lease] = (protected, self.now_s + lease_s)
         wanted = self.leased() | (found if lease_s > 0 else set())
         assert sum(self.faulty.stored_bytes(SIZES[number]) for number in self.leased()) <= CAPACITY_BYTES // 2

@@ -9,12 +9,19 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from hicache.backends import key_table, residents, victims
 from hicache.backends.base import StoredObject
 from hicache.backends.key_rows import KeyHash
-from hicache.backends.key_table import NO_SLOT
+from hicache.backends.key_table import NO_SLOT, Slots
 from hicache.backends.residents import TICK_S, Residents, TenantUsage
 from hicache.tenancy import TENANT_BYTES
 
@@ -47,6 +54,12 @@ class ModelObject:
     is_aside: bool = False
 
 
+@dataclass(slots=True)
+class ModelHold:
+    keys: list[bytes]
+    real: Slots
+
+
 class ResidentsMachine(RuleBasedStateMachine):
     """The model is a dict whose objects are sorted whenever victims are asked for."""
 
@@ -56,6 +69,11 @@ class ResidentsMachine(RuleBasedStateMachine):
         self.now_s = T0_S
         self.newest_s = -math.inf
         self.touched: set[bytes] = set()
+        self.holds: list[ModelHold] = []
+        self.held_sizes: dict[bytes, int] = {}  # the last that each held key had
+
+    def is_held(self, key: bytes) -> bool:
+        return any(key in hold.keys for hold in self.holds)
 
     @initialize(keys=st.lists(st.sampled_from(KEYS), unique=True))
     def start(self, keys: list[bytes]) -> None:
@@ -79,6 +97,44 @@ class ResidentsMachine(RuleBasedStateMachine):
         self.real.add(key, size_bytes, now_s=self.now_s)
         self.model[key] = ModelObject(size_bytes, self.use_now())
         self.touched.discard(key)
+        if self.is_held(key):
+            self.held_sizes[key] = size_bytes
+
+    @rule(key=st.sampled_from(KEYS))
+    def add_expired(self, key: bytes) -> None:
+        self.discard(key)
+        if any(found.used_at_s == -math.inf for found in self.model.values()):
+            return  # which of two goes first is not promised
+        self.real.add(key, 3, now_s=self.now_s, is_expired=True)
+        self.model[key] = ModelObject(3, -math.inf)
+        if self.is_held(key):
+            self.held_sizes[key] = 3
+
+    @rule(keys=SOME_KEYS, bytes_max=st.sampled_from([0, 100, 10_000]))
+    def hold(self, keys: list[bytes], bytes_max: int) -> None:
+        is_full = False
+        held: list[bytes] = []
+        for key in dict.fromkeys(key for key in keys if key in self.model):
+            if not self.is_held(key):
+                size_bytes = self.model[key].size_bytes
+                is_full |= sum(map(stored_bytes, (*self.held_sizes.values(), size_bytes))) > bytes_max
+                if is_full:
+                    continue
+                self.held_sizes[key] = size_bytes
+            held.append(key)
+        real = self.real.hold(self.real.slots(keys), bytes_max=bytes_max)
+        assert len(real) == len(held)
+        self.holds.append(ModelHold(held, real))
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def release(self, data: st.DataObject) -> None:
+        hold = self.holds.pop(data.draw(st.integers(0, len(self.holds) - 1)))
+        self.real.release(hold.real)
+        free = [key for key in hold.keys if not self.is_held(key)]
+        for key in free:
+            del self.held_sizes[key]
+        self._put_back(free)
 
     @rule(key=st.sampled_from(KEYS))
     def discard(self, key: bytes) -> None:
@@ -93,7 +149,7 @@ class ResidentsMachine(RuleBasedStateMachine):
 
     def _is_since(self, key: bytes, since_s: float) -> bool:
         found = self.model.get(key)
-        return found is not None and (found.is_aside or found.used_at_s >= since_s)
+        return found is not None and (found.is_aside or found.used_at_s >= since_s or self.is_held(key))
 
     @rule(keys=SOME_KEYS, age_s=st.sampled_from([math.inf, 0.0, 1.0]))
     def use(self, keys: list[bytes], age_s: float) -> None:
@@ -113,6 +169,9 @@ class ResidentsMachine(RuleBasedStateMachine):
     @rule(keys=SOME_KEYS)
     def put_back(self, keys: list[bytes]) -> None:
         self.real.put_back(keys)
+        self._put_back(keys)
+
+    def _put_back(self, keys: list[bytes]) -> None:
         for key in reversed([key for key in keys if key in self.model and self.model[key].is_aside]):
             self.newest_s += TICK_S
             self.model[key].used_at_s = self.newest_s
@@ -140,7 +199,7 @@ class ResidentsMachine(RuleBasedStateMachine):
                 break
             if found.is_aside or (tenant is not None and key[:TENANT_BYTES] != tenant):
                 continue
-            if key in kept:
+            if key in kept or self.is_held(key):
                 found.is_aside = True
                 continue
             expected.append((key, found.size_bytes))
@@ -179,6 +238,7 @@ class ResidentsMachine(RuleBasedStateMachine):
         if not hasattr(self, "real"):
             return
         assert len(self.real) == len(self.model)
+        assert self.real.held_count == len(self.held_sizes)
         assert {*self.real.tenants()} == {key[:TENANT_BYTES] for key in self.model}
         for tenant in (*TENANTS, b"\0"):
             sizes = [found.size_bytes for key, found in self.model.items() if key[:TENANT_BYTES] == tenant]

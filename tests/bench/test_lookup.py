@@ -66,6 +66,7 @@ def document(tmp_path_factory):
     folder = tmp_path_factory.mktemp("lookup")
     patch = pytest.MonkeyPatch()
     patch.setattr(lookup, "RESIDENT_PAGES_QUICK", (2_000,))
+    patch.setattr(lookup, "INDEXED_QUICK", (2_000, 20_000))
     arguments = ["--quick", "--objects-max", "3000", "--folder", str(folder), "--json", str(folder / "out.json")]
     result = CliRunner().invoke(lookup.main, arguments)
     patch.undo()
@@ -75,18 +76,31 @@ def document(tmp_path_factory):
 
 def test_the_command_tells_everything_as_json(document):
     fields, _ = document
-    assert set(fields) == {"hashing", "objects", "restart", "directory", "skipped", "growth", "machine"}
+    assert set(fields) == {
+        "hashing",
+        "objects",
+        "restart",
+        "directory",
+        "skipped",
+        "growth",
+        "index",
+        "index_growth",
+        "machine",
+    }
     [row] = fields["objects"]
     assert row["objects"] == 3000
     assert all(row[name] > 0 for name in ("lookup_us", "get_us", "put_us", "null_call_us"))
     assert fields["restart"][0]["objects"] >= 3000
     assert fields["restart"][0]["ready_s"] > 0
     assert fields["skipped"] == []
+    assert [row["objects"] for row in fields["index"]] == [2_000, 20_000]
+    assert all(value > 0 for row in fields["index"] for value in row.values())
+    assert {"lookup_us", "victim_us"} <= set(fields["index_growth"])
 
 
 def test_the_command_prints_tables_for_people(document):
     _, output = document
-    for title in ("Block keys", "hicached by resident objects", "Restart", "Directory.open"):
+    for title in ("Block keys", "hicached by resident objects", "in this process", "Restart", "Directory.open"):
         assert title in output
 
 

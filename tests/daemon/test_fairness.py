@@ -13,7 +13,7 @@ from typing import Any, Never, SupportsIndex
 import grpc
 import pytest
 
-from hicache.daemon.batches import read_keys, read_physical_keys
+from hicache.daemon.batches import physical_keys, read_keys
 from hicache.daemon.budget import ByteBudget, InflightBudgets
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.first_messages import FirstMessages
@@ -223,11 +223,17 @@ class TestLargeBatches:
         assert caught.value.code == code
 
     @pytest.mark.parametrize("count", [0, 1, SLICE_KEYS - 1, SLICE_KEYS, SLICE_KEYS + 1, 3 * SLICE_KEYS + 5])
-    async def test_slices_put_together_are_all_the_keys(self, count: int) -> None:
+    async def test_the_physical_keys_are_all_keys_of_the_request_behind_the_tenant(self, count: int) -> None:
         session, keys = session_of(ALICE), [object_key(number) for number in range(count)]
-        packed = read_keys(b"".join(keys), 36 if keys else 0, DaemonConfig())
-        physical = await Turns().take(read_physical_keys(packed, session))
-        assert physical == [session.physical_key(key) for key in keys]
+        physical = physical_keys(read_keys(b"".join(keys), 36 if keys else 0, DaemonConfig()), session)
+        expected = [session.physical_key(key) for key in keys]
+        assert list(physical) == expected
+        assert list(physical[1:]) == expected[1:]
+        assert len(physical) == count
+
+    def test_the_keys_of_a_lookup_are_not_even_split(self) -> None:
+        packed = read_keys(Unsplittable(16_000 * 36), 36, DaemonConfig())
+        assert len(physical_keys(packed, session_of(ALICE))) == 16_000
 
     async def test_the_loop_goes_round_between_any_two_slices_of_any_batches(self) -> None:
         turns = Turns()
