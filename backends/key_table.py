@@ -227,3 +227,12 @@ class KeyTable:
 def _tags_of(hashes: Hashes) -> NDArray[np.uint16]:
     tags: NDArray[np.uint16] = np.maximum(hashes >> np.uint64(_TAG_SHIFT), np.uint64(1)).astype(np.uint16)
     return tags
+
+
+def first_of_each(slots: Slots) -> Slots:
+    """Without those that came before in the same batch."""
+    in_order = np.sort(slots)
+    if not (in_order[1:] == in_order[:-1]).any():
+        return slots
+    _, first = np.unique(slots, return_index=True)
+    return slots[np.sort(first)]

@@ -14,20 +14,18 @@ from numpy.typing import ArrayLike, NDArray
 
 from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX, StoredObject, is_storable_key
 from hicache.backends.columns import Column
-from hicache.backends.key_rows import ROW_WORDS, by_length, key_of, row_of, width_of
-from hicache.backends.key_table import NO_SLOT, KeyTable, Slots
+from hicache.backends.key_index import KeyIndex
+from hicache.backends.key_table import NO_SLOT, Slots, first_of_each
 from hicache.backends.victims import NEVER, SCAN_SLOTS, VictimQueue
 from hicache.tenancy import TENANT_BYTES
 
 EXAMINED_MAX = 1024  # by one take_victims, which runs under the lock of the store
 LOADED_AT_ONCE = 1 << 16
-ONE_BY_ONE_MAX = 12  # so many keys are found faster one by one than together
 TENANT_QUEUES_MAX = 64  # of victims
 TICK_S = 2.0**-21  # between two uses: until 2106 a float64 of seconds since the epoch can tell them apart
 
-_IS_LONG = 1  # the key's table
-_IS_ASIDE = 2  # met by take_victims and not to go
-_IS_TOUCHED = 4  # used since its time was written to the medium
+_IS_ASIDE = 1  # met by take_victims and not to go
+_IS_TOUCHED = 2  # used since its time was written to the medium
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +66,7 @@ class Residents:
         ``stored_bytes`` is what an object of so many bytes takes of the capacity.
         """
         self._stored_bytes = stored_bytes
-        self._tables = tuple(KeyTable(width) for width in range(len(ROW_WORDS)))
+        self._keys = KeyIndex()
         self._sizes = Column(np.int64)
         self._used = Column(np.float64)  # NEVER: free, or aside
         self._owners = Column(np.uint32)
@@ -95,7 +93,7 @@ class Residents:
             )
 
     def __contains__(self, key: object) -> bool:
-        return isinstance(key, bytes) and self._slot(key) != NO_SLOT
+        return isinstance(key, bytes) and self._keys.find_one(key) != NO_SLOT
 
     def __len__(self) -> int:
         return self._count
@@ -110,7 +108,7 @@ class Residents:
 
         A slot means its key until that is discarded.
         """
-        slots = self._find(keys)
+        slots = self._keys.find(keys)
         if used_since_s > -math.inf:
             slots[(self._used.array[slots] < used_since_s) & (self._holds.array[slots] == 0)] = NO_SLOT
         return slots
@@ -127,7 +125,7 @@ class Residents:
 
     def size_bytes(self, key: bytes) -> int | None:
         """The payload size; None when it is not there."""
-        slot = self._slot(key)
+        slot = self._keys.find_one(key)
         return None if slot == NO_SLOT else self._sizes.cells[slot]
 
     def add(self, key: bytes, size_bytes: int, *, now_s: float, is_expired: bool = False) -> None:
@@ -139,9 +137,8 @@ class Residents:
             raise ValueError(f"a key has 1 to {PHYSICAL_KEY_BYTES_MAX} bytes, not {len(key)}")
         self.discard(key)
         slot = self._slot_for(key, size_bytes)
-        width = width_of(len(key))
         tenant = self._tenant(key[:TENANT_BYTES])
-        self._tables[width].insert_one(row_of(key), slot)
+        self._keys.insert_one(key, slot)
         if is_expired:
             for owner in (None, tenant.number):
                 self._queues.pop(owner, None)  # it belongs before what they have found
@@ -150,7 +147,7 @@ class Residents:
         self._sizes.cells[slot] = size_bytes
         self._used.cells[slot] = -math.inf if is_expired else self._newest_s
         self._owners.cells[slot] = tenant.number
-        self._flags.cells[slot] = _IS_LONG if width else 0
+        self._flags.cells[slot] = 0
         self._count += 1
         tenant.objects += 1
         tenant.payload_bytes += size_bytes
@@ -158,9 +155,7 @@ class Residents:
 
     def discard(self, key: bytes) -> int | None:
         """Remove; returns the payload size, None when it was not there."""
-        if not is_storable_key(key):
-            return None
-        slot = self._tables[width_of(len(key))].remove_one(row_of(key))
+        slot = self._keys.remove_one(key)
         if slot == NO_SLOT:
             return None
         digest = key[:TENANT_BYTES]
@@ -170,7 +165,7 @@ class Residents:
             self._aside_count -= 1
             tenant.aside -= 1
         self._used.cells[slot] = NEVER
-        self._flags.cells[slot] &= _IS_LONG
+        self._flags.cells[slot] = 0
         if self._holds.cells[slot]:
             self._gone[key] = slot
         else:
@@ -193,7 +188,7 @@ class Residents:
         """
         sizes = np.asarray(sizes_bytes, dtype=np.int64)
         times = np.minimum(np.nan_to_num(np.asarray(used_at_s, dtype=np.float64), posinf=0.0, neginf=0.0), now_s)
-        fresh = np.flatnonzero(self._is_new(keys))
+        fresh = self._keys.places_of_new(keys)
         if len(fresh) < len(keys):
             keys, sizes, times = [keys[place] for place in fresh.tolist()], sizes[fresh], times[fresh]
         if not keys:
@@ -204,20 +199,9 @@ class Residents:
         self._sizes.array[slots] = sizes
         self._used.array[slots] = times
         self._owners.array[slots] = owners
-        for places, packed in by_length(keys):
-            self._tables[packed.width].insert(packed.rows(), slots[places])
-            self._flags.array[slots[places]] = _IS_LONG if packed.width else 0
+        self._keys.insert(keys, slots)
         self._count += len(keys)
         self._newest_s = max(self._newest_s, float(times.max()))
-
-    def _is_new(self, keys: Sequence[bytes]) -> NDArray[np.bool_]:
-        is_new: NDArray[np.bool_] = self._find(keys) == NO_SLOT
-        if len(set(keys)) < len(keys):
-            seen: set[bytes] = set()
-            for place, key in enumerate(keys):
-                is_new[place] &= key not in seen
-                seen.add(key)
-        return is_new
 
     def _load_tenants(self, digests: list[bytes], sizes: NDArray[np.int64]) -> NDArray[np.uint32]:
         """Counts objects for their tenants, and returns the tenants' numbers."""
@@ -272,7 +256,7 @@ class Residents:
             if is_last := used_at_s >= used_before_s:
                 entries = end - 1
                 break
-            key = self._key(slot)
+            key = self._keys.key(slot)
             if holds[slot] or is_kept(key):
                 self._set_aside(slot)
                 continue
@@ -288,7 +272,7 @@ class Residents:
 
     def put_back(self, keys: Sequence[bytes]) -> None:
         """What kept these has ended: those set aside are now the most recently used, the first as the last."""
-        slots = self._find(keys)
+        slots = self._keys.find(keys)
         self._restamp(slots[(self._flags.array[slots] & _IS_ASIDE) != 0], self._newest_s)
 
     def take_touched(self, start: int, *, count_max: int) -> tuple[list[tuple[bytes, float]], int | None]:
@@ -300,7 +284,7 @@ class Residents:
         touched = np.flatnonzero(flags & _IS_TOUCHED)[:count_max]
         flags[touched] &= ~np.uint8(_IS_TOUCHED)
         slots = (touched + start).tolist()
-        taken = [(self._key(slot), min(self._used.cells[slot], self._newest_s)) for slot in slots]
+        taken = [(self._keys.key(slot), min(self._used.cells[slot], self._newest_s)) for slot in slots]
         end = slots[-1] + 1 if len(slots) == count_max else start + len(flags)
         return taken, end if end < self._slot_end else None
 
@@ -315,7 +299,7 @@ class Residents:
         All that is held together stores at most ``bytes_max``: the first ones are held, and those that were already.
         A hold outlives a ``discard``: an object that is stored again under its key is held.
         """
-        slots = _first_of_each(slots[slots != NO_SLOT])
+        slots = first_of_each(slots[slots != NO_SLOT])
         is_new = self._holds.array[slots] == 0
         stored = np.where(is_new, self._stored(self._sizes.array[slots]), 0)
         fits = ~is_new | (stored.cumsum() <= bytes_max - self._held_bytes)
@@ -334,7 +318,7 @@ class Residents:
         self._restamp(free[(self._flags.array[free] & _IS_ASIDE) != 0], self._newest_s)
         if self._gone:
             for slot in free[self._used.array[free] == NEVER].tolist():
-                del self._gone[self._key(slot)]
+                del self._gone[self._keys.key(slot)]
                 self._free.append(slot)
 
     def tenant_usage(self, tenant: bytes) -> TenantUsage:
@@ -345,23 +329,6 @@ class Residents:
     def tenants(self) -> list[bytes]:
         """Tenants that have objects."""
         return list(self._tenants)
-
-    def _find(self, keys: Sequence[bytes]) -> Slots:
-        if len(keys) <= ONE_BY_ONE_MAX:
-            return np.array([self._slot(key) for key in keys], dtype=np.int64)
-        groups = by_length(keys)
-        if len(groups) == 1 and isinstance(groups[0][0], slice):
-            return self._tables[groups[0][1].width].find(groups[0][1].rows())
-        slots = np.zeros(len(keys), dtype=np.int64)
-        for places, packed in groups:
-            slots[places] = self._tables[packed.width].find(packed.rows())
-        return slots
-
-    def _slot(self, key: bytes) -> int:
-        return self._tables[width_of(len(key))].find_one(row_of(key)) if is_storable_key(key) else NO_SLOT
-
-    def _key(self, slot: int) -> bytes:
-        return key_of(self._tables[self._flags.cells[slot] & _IS_LONG].row(slot))
 
     def _new_slots(self, count: int) -> int:
         """The first of so many that follow each other and were never taken."""
@@ -400,7 +367,7 @@ class Residents:
         for slot in set(slots[(flags & _IS_ASIDE) != 0].tolist()):
             self._aside_count -= 1
             self._owned[self._owners.cells[slot]].aside -= 1
-        self._flags.array[slots] = (flags & _IS_LONG) | _IS_TOUCHED
+        self._flags.array[slots] = _IS_TOUCHED
         times = self._next_time(now_s) + TICK_S * np.arange(len(slots))
         self._used.array[slots[::-1]] = times  # of a slot that is there twice the first one, assigned last, counts
         self._newest_s = float(times[-1])
@@ -426,12 +393,3 @@ class Residents:
         if len(self._queues) > TENANT_QUEUES_MAX:
             self._queues.popitem(last=False)
         return queue
-
-
-def _first_of_each(slots: Slots) -> Slots:
-    """Without those that came before in the same batch."""
-    in_order = np.sort(slots)
-    if not (in_order[1:] == in_order[:-1]).any():
-        return slots
-    _, first = np.unique(slots, return_index=True)
-    return slots[np.sort(first)]

@@ -18,10 +18,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from hicache.backends import key_table, residents, victims
+from hicache.backends import key_index, key_table, residents, victims
 from hicache.backends.base import StoredObject
-from hicache.backends.key_rows import KeyHash
-from hicache.backends.key_table import NO_SLOT, Slots
+from hicache.backends.columns import Column
+from hicache.backends.key_rows import KeyHash, PackedKeys, by_length, key_of, row_of
+from hicache.backends.key_table import NO_SLOT, KeyTable, Slots
 from hicache.backends.residents import TICK_S, Residents, TenantUsage
 from hicache.tenancy import TENANT_BYTES
 
@@ -256,7 +257,7 @@ def test_residents_do_what_the_model_does(scale: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(residents, "SCAN_SLOTS", 4)
         monkeypatch.setattr(victims, "QUEUE_MIN", 2)
         monkeypatch.setattr(residents, "EXAMINED_MAX", 3)
-        monkeypatch.setattr(residents, "ONE_BY_ONE_MAX", 2)
+        monkeypatch.setattr(key_index, "ONE_BY_ONE_MAX", 2)
         monkeypatch.setattr(residents, "TENANT_QUEUES_MAX", 2)
         monkeypatch.setattr(residents, "LOADED_AT_ONCE", 7)
         monkeypatch.setattr(key_table, "_FIRST_BUCKETS", 1)
@@ -269,3 +270,128 @@ def test_residents_do_what_the_model_does(scale: str, monkeypatch: pytest.Monkey
         ResidentsMachine,
         settings=settings(max_examples=60, stateful_step_count=40, deadline=None),
     )
+
+
+def many(count: int) -> PackedKeys:
+    raw = np.random.default_rng(count).integers(0, 256, size=(count, 36), dtype=np.uint8)
+    return PackedKeys(raw.tobytes(), 36, prefix=TENANTS[0])
+
+
+def test_many_objects_are_all_found_and_go_in_the_order_of_their_use() -> None:
+    keys = many(70_000)
+    found = Residents(stored_bytes=stored_bytes)
+    order = np.random.default_rng(1).permutation(len(keys))
+    half = len(keys) // 2
+    found.load(keys[:half], np.full(half, 8), order[:half].astype(float), now_s=T0_S)
+    for key, at_s in zip(keys[half:], order[half:], strict=True):
+        found.load([key], [8], [float(at_s)]) if at_s % 2 else found.add(key, 8, now_s=T0_S)
+    assert all(found.find(keys))
+    assert not any(found.find(many(70_001)))
+    expected = sorted((int(at_s), place) for place, at_s in enumerate(order) if place < half or at_s % 2)
+    gone: list[bytes] = []
+    while len(gone) < len(expected):
+        victims = found.take_victims(2**62, count_max=len(expected) - len(gone), is_kept=lambda key: False)
+        gone += [key for key, _ in victims or ()]
+    assert gone == [keys[place] for _, place in expected]
+    assert found.tenant_usage(TENANTS[0]) == TenantUsage(*[8 * (len(keys) - len(gone))] * 2, len(keys) - len(gone))
+
+
+def test_objects_that_were_all_used_at_the_same_time_go_once_each() -> None:
+    keys = many(20_000)
+    found = Residents(stored_bytes=stored_bytes)
+    found.load(keys, np.ones(len(keys)), np.zeros(len(keys)))
+    gone: list[bytes] = []
+    while (victims := found.take_victims(2**62, count_max=500, is_kept=lambda key: False)) != []:
+        gone += [key for key, _ in victims or ()]
+    assert sorted(gone) == sorted(keys)
+    assert len(found) == 0
+
+
+@pytest.mark.parametrize("used_at_s", [math.nan, math.inf, -math.inf])
+def test_a_time_that_is_none_makes_an_object_the_oldest(used_at_s: float) -> None:
+    stored = [StoredObject(KEYS[0], 1, T0_S), StoredObject(KEYS[1], 1, used_at_s)]
+    found = Residents(stored, stored_bytes=stored_bytes)
+    victims = None
+    while victims is None:
+        victims = found.take_victims(1, count_max=1, is_kept=lambda key: False)
+    assert victims == [(KEYS[1], 1)]
+
+
+def test_a_key_that_is_told_twice_at_the_start_counts_once() -> None:
+    stored = [StoredObject(KEYS[0], 5, 1.0), StoredObject(KEYS[1], 6, 2.0), StoredObject(KEYS[0], 7, 3.0)]
+    found = Residents(stored, stored_bytes=stored_bytes)
+    assert (len(found), found.size_bytes(KEYS[0])) == (2, 5)
+
+
+def test_keys_that_no_backend_stores_are_absent_and_cannot_be_added() -> None:
+    found = Residents(stored_bytes=stored_bytes)
+    wrong = [b"", b"x" * 129]
+    assert found.find(wrong) == [False, False]
+    assert found.find(wrong * 20 + KEYS) == [False] * (40 + len(KEYS))
+    assert [found.discard(key) for key in wrong] == [None, None]
+    for key in wrong:
+        with pytest.raises(ValueError, match="1 to 128 bytes"):
+            found.add(key, 1, now_s=T0_S)
+
+
+def test_one_call_looks_at_a_bounded_part_and_says_when_to_ask_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(victims, "SCAN_SLOTS", 100)
+    found = Residents(stored_bytes=stored_bytes)
+    found.load(many(1050), np.ones(1050), np.arange(1050.0))
+
+    def ask() -> list[tuple[bytes, int]] | None:
+        return found.take_victims(2**62, count_max=3, is_kept=lambda key: False)
+
+    assert [ask() for _ in range(10)] == [None] * 10
+    assert ask() == [(key, 1) for key in many(1050)[:3]]
+
+
+def test_a_flood_of_colliding_keys_is_found_and_costs_others_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As if a client knew the secret of the hash: all its keys belong to the same two buckets and have one tag."""
+    table = KeyTable(0)
+    monkeypatch.setattr(KeyHash, "of_row", lambda hasher, row: 5)
+    monkeypatch.setattr(KeyHash, "of_rows", lambda hasher, rows: np.full(len(rows), 5, dtype=np.uint64))
+    flood = [b"flood %03d" % number for number in range(500)]
+    for slot, key in enumerate(flood, start=1):
+        table.insert_one(row_of(key), slot)
+    assert [table.find_one(row_of(key)) for key in flood] == list(range(1, 501))
+    assert table.overflow_count >= 500 - 2 * key_table.BUCKET_WAYS, (
+        "what fits nowhere is in a dict: no bucket is longer"
+    )
+    assert table.find(by_length(flood)[0][1].rows()).tolist() == list(range(1, 501))
+    for key in flood:
+        assert table.remove_one(row_of(key)) != NO_SLOT
+    assert table.overflow_count == 0
+
+
+@pytest.mark.parametrize("width", [0, 1])
+def test_a_row_alone_and_in_a_batch_has_the_same_hash_under_one_secret_only(width: int) -> None:
+    keys = [key for key in KEYS if len(row_of(key)) == len(row_of(b"l" * (100 * width + 1)))]
+    rows = np.array([np.frombuffer(row_of(key), dtype=np.uint64) for key in keys])
+    one, other = KeyHash(rows.shape[1]), KeyHash(rows.shape[1])
+    hashes = one.of_rows(rows).tolist()
+    assert hashes == [one.of_row(row_of(key)) for key in keys]
+    assert len(set(hashes)) == len(keys)
+    assert not set(hashes) & set(other.of_rows(rows).tolist())
+    assert [key_of(row_of(key)) for key in keys] == keys
+
+
+def test_packed_keys_read_like_the_list_that_they_stand_for() -> None:
+    listed = [TENANTS[0] + bytes([number]) * 36 for number in range(20)]
+    packed = PackedKeys(b"".join(key[TENANT_BYTES:] for key in listed), 36, prefix=TENANTS[0])
+    assert (list(packed), len(packed), packed[3], packed[-1]) == (listed, 20, listed[3], listed[-1])
+    assert list(packed[2:7]) == listed[2:7]
+    [(_, from_list)] = by_length(listed)
+    assert (packed.rows() == from_list.rows()).all()
+
+
+def test_a_column_keeps_what_is_in_it_when_it_grows_even_while_somebody_looks_at_it() -> None:
+    column = Column(np.int64)
+    column.array[:] = np.arange(len(column.array))
+    count = len(column.array)
+    column.reserve(4 * count)
+    seen = column.array[:count]
+    column.reserve(20 * count)
+    assert (column.array[:count] == np.arange(count)).all()
+    assert not column.array[count:].any()
+    assert (seen == np.arange(count)).all()
