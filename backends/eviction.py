@@ -176,8 +176,10 @@ class Evictor:
                 count_max=EVICTION_KEYS_MAX - len(victims),
                 removal=Removal.EVICTED,
             )
-            victims += taken or ()
-            if taken == []:
+            if taken is None:
+                break  # one look under the lock is enough, however many tenants there are
+            victims += taken
+            if not taken:
                 spent.add(tenant)
         return victims
 

@@ -258,7 +258,6 @@ def test_residents_do_what_the_model_does(scale: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(victims, "QUEUE_MIN", 2)
         monkeypatch.setattr(residents, "EXAMINED_MAX", 3)
         monkeypatch.setattr(key_index, "ONE_BY_ONE_MAX", 2)
-        monkeypatch.setattr(residents, "TENANT_QUEUES_MAX", 2)
         monkeypatch.setattr(residents, "LOADED_AT_ONCE", 7)
         monkeypatch.setattr(key_table, "_FIRST_BUCKETS", 1)
         monkeypatch.setattr(key_table, "_SPLIT_BUCKETS", 1)
