@@ -45,7 +45,9 @@ class Rig:
         self.store: ObjectStore
         self.open()
 
-    def open(self, *, free_space_floor_bytes: int = 0, capacity_bytes: int = CAPACITY_BYTES) -> ObjectStore:
+    def open(
+        self, *, free_space_floor_bytes: int = 0, capacity_bytes: int = CAPACITY_BYTES, objects_max: int = 0
+    ) -> ObjectStore:
         self.files = FileBackend.open(self.directory, capacity_bytes=capacity_bytes)
         self.faulty = FaultyBackend(self.files)
         self.store = ObjectStore(
@@ -54,6 +56,7 @@ class Rig:
             high_watermark=0.9,
             low_watermark=0.8,
             free_space_floor_bytes=free_space_floor_bytes,
+            objects_max=objects_max,
             clock=self.clock,
             wall_clock=self.clock,
         )
@@ -97,6 +100,45 @@ def test_nothing_is_evicted_up_to_the_high_watermark(rig: Rig) -> None:
     fill(rig)
     assert rig.store.stats().evictions == 0
     assert rig.present(*range(90)) == list(range(90))
+
+
+def test_at_objects_max_the_least_recently_used_go_also_when_there_is_space(rig: Rig) -> None:
+    fill(rig, 20)
+    rig.store.close()
+    rig.clock.now_s = 4_000_000_000.0  # later than the times that the files have
+    rig.open(objects_max=10)
+    assert rig.present(*range(20)) == list(range(20)), "a lower bound costs nothing until something is stored"
+    assert rig.put(20) == [Outcome.OK]
+    assert rig.present(*range(21)) == list(range(11, 21))
+    assert rig.put(*range(30, 42)) == [Outcome.OK] * 12
+    assert rig.present(*range(42)) == list(range(32, 42))
+    assert owned(rig.store, TENANT)[1] == 10
+
+
+def test_at_objects_max_a_put_finds_no_space_while_all_objects_are_leased(rig: Rig) -> None:
+    rig.store.close()
+    rig.open(objects_max=10)
+    fill(rig, 10)
+    _, lease = rig.store.lookup([key(number) for number in range(10)], lease_s=10.0)
+    assert rig.put(10) == [Outcome.NO_SPACE]
+    assert rig.present(*range(11)) == list(range(10))
+    rig.store.release(lease)
+    assert rig.put(10) == [Outcome.OK]
+
+
+def test_a_lease_protects_an_object_that_was_dropped_and_stored_again(rig: Rig) -> None:
+    rig.store.close()
+    rig.open(objects_max=3)
+    fill(rig, 3)
+    rig.store.lookup([key(0)], lease_s=10.0)
+    assert rig.store.delete([key(0)]) == [Outcome.OK]
+    assert rig.store.stats().holds.leased_keys == 1
+    assert rig.put(0) == [Outcome.OK]
+    assert rig.put(*range(3, 8)) == [Outcome.OK] * 5
+    assert rig.present(*range(8)) == [0, 6, 7]
+    rig.clock.now_s += 10.0
+    assert rig.put(*range(8, 11)) == [Outcome.OK] * 3
+    assert rig.present(*range(11)) == [8, 9, 10]
 
 
 def test_above_the_high_watermark_the_least_recently_used_go_down_to_the_low_one(rig: Rig) -> None:
