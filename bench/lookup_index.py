@@ -73,7 +73,6 @@ def measure_index(objects: int, *, repetitions: int) -> IndexRow:
     absents: list[float] = []
     leases: list[float] = []
     adds: list[float] = []
-    victims: list[float] = []
     for _ in range(repetitions):
         known, unknown = some(LOOKUP_KEYS), _packed(rng.integers(0, 256, (LOOKUP_KEYS, OBJECT_KEY_BYTES), np.uint8))
         spent_s, slots = clock.time(lambda: residents.use(known, now_s=now_s))  # noqa: B023 (called at once)
@@ -87,7 +86,7 @@ def measure_index(objects: int, *, repetitions: int) -> IndexRow:
         leases.append((hold_s + release_s) / LOOKUP_KEYS)
         for key in list(unknown)[:100]:
             adds.append(clock.time(lambda: residents.add(key, OBJECT_BYTES, now_s=now_s))[0])  # noqa: B023
-        victims.append(_evict(residents, clock, count=100))
+    victims = [_evict(residents, clock, count=100) for _ in range(repetitions)]
     return IndexRow(
         objects,
         lookup_us=_median_us(lookups),
@@ -116,7 +115,7 @@ def _packed(keys: NDArray[np.uint8]) -> PackedKeys:
 def _evict(residents: Residents, clock: _Clock, *, count: int) -> float:
     """Seconds for each of ``count`` victims, scans included."""
     total_s, left = 0.0, count
-    while left > 0:
+    while left > 0 and len(residents):
         spent_s, victims = clock.time(
             lambda: residents.take_victims(2**62, count_max=left, is_kept=lambda key: False, tenant=_PREFIX)  # noqa: B023
         )
