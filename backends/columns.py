@@ -21,7 +21,9 @@ class Column(Generic[_Scalar]):
     Keep no reference to ``array`` or ``cells`` across a ``reserve``: the kernel moves the pages to another address.
     """
 
-    def __init__(self, dtype: type[_Scalar], *, width: int = 1) -> None:
+    def __init__(self, dtype: type[_Scalar], *, width: int = 1, is_sparse: bool = False) -> None:
+        """``is_sparse``: few rows are ever written, here and there, so none is to cost a huge page."""
+        self._is_sparse = is_sparse
         self._dtype = np.dtype(dtype)
         self._width = width
         self._row_bytes = self._dtype.itemsize * width
@@ -49,7 +51,8 @@ class Column(Generic[_Scalar]):
             grown = _private_mapping(size_bytes)
             grown[: len(self._mapping)] = self._mapping[:]
             self._mapping = grown
-        _prefer_huge_pages(self._mapping)
+        if not self._is_sparse:
+            _prefer_huge_pages(self._mapping)
         self._look()
 
 

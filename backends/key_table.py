@@ -36,6 +36,7 @@ class KeyTable:
         self._tags = Column(np.uint16, width=BUCKET_WAYS)  # by bucket; 0: nothing
         self._slots = Column(np.uint32, width=BUCKET_WAYS)
         self._overflow: dict[bytes, int] = {}
+        self._overflow_tags = np.zeros(1 << 16, dtype=np.uint32)  # how many keys of the dict have each tag
         self._count = 0
         self._half = _FIRST_BUCKETS  # a power of two: [0, half) are the buckets of the round, of which ...
         self._split_count = 0  # ... [0, split_count) have been split into themselves and [half, half + split_count)
@@ -59,7 +60,8 @@ class KeyTable:
             left = rows[missing]
             found = self._probe(left, tags[missing], self._second_buckets(hashes[missing]))
             if self._overflow:
-                for place in np.flatnonzero(found == NO_SLOT).tolist():
+                is_near = (found == NO_SLOT) & (self._overflow_tags.take(tags[missing]) > 0)
+                for place in np.flatnonzero(is_near).tolist():
                     found[place] = self._overflow.get(left[place].tobytes(), NO_SLOT)
             slots[missing] = found
         return slots
@@ -127,6 +129,7 @@ class KeyTable:
                 self._slots.cells[start + at // 2] = slot
                 return
         self._overflow[row] = slot
+        self._overflow_tags[hashed >> _TAG_SHIFT or 1] += 1
 
     def remove_one(self, row: bytes) -> int:
         """Remove a row; returns the slot that it had, or NO_SLOT."""
@@ -134,10 +137,16 @@ class KeyTable:
         if slot == NO_SLOT:
             return NO_SLOT
         self._count -= 1
-        if self._overflow.pop(row, None) is None:
+        if row in self._overflow:
+            self._drop_overflow(row)
+        else:
             self._tags.cells[cell] = 0
             self._slots.cells[cell] = NO_SLOT
         return slot
+
+    def _drop_overflow(self, row: bytes) -> int:
+        self._overflow_tags[self._hash.of_row(row) >> _TAG_SHIFT or 1] -= 1
+        return self._overflow.pop(row)
 
     def insert(self, rows: Rows, slots: Slots) -> None:
         """Add rows, all different, none of which is there. For many at once: it may hold its caller for long."""
@@ -151,7 +160,7 @@ class KeyTable:
         for buckets_of in (self._first_buckets, self._second_buckets):
             left = self._fill(buckets_of(hashes[left]), _tags_of(hashes[left]), slots[left], left)
         for place in left.tolist():
-            self._overflow[rows[place].tobytes()] = int(slots[place])
+            self._place(rows[place].tobytes(), int(slots[place]))
 
     def _fill(
         self, buckets: NDArray[np.int64], tags: NDArray[np.uint16], slots: Slots, places: NDArray[np.int64]
@@ -219,9 +228,8 @@ class KeyTable:
 
     def _retry_overflow(self) -> None:
         for _ in range(min(_OVERFLOW_RETRIED, len(self._overflow))):
-            row, slot = next(iter(self._overflow.items()))
-            del self._overflow[row]
-            self._place(row, slot)
+            row = next(iter(self._overflow))
+            self._place(row, self._drop_overflow(row))
 
 
 def _tags_of(hashes: Hashes) -> NDArray[np.uint16]:

@@ -69,7 +69,7 @@ class Residents:
         self._used = Column(np.float64)  # NEVER: free, or aside
         self._owners = Column(np.uint32)
         self._flags = Column(np.uint8)
-        self._holds = Column(np.uint32)
+        self._holds = Column(np.uint32, is_sparse=True)
         self._used.cells[NO_SLOT] = NEVER
         self._slot_end = NO_SLOT + 1  # slots from here on were never taken
         self._free = array("I")

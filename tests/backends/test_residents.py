@@ -360,6 +360,7 @@ def test_a_flood_of_colliding_keys_is_found_and_costs_others_nothing(monkeypatch
         "what fits nowhere is in a dict: no bucket is longer"
     )
     assert table.find(by_length(flood)[0][1].rows()).tolist() == list(range(1, 501))
+    assert not table.find(by_length([b"other %03d" % number for number in range(500)])[0][1].rows()).any()
     for key in flood:
         assert table.remove_one(row_of(key)) != NO_SLOT
     assert table.overflow_count == 0
