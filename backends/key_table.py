@@ -37,6 +37,7 @@ class KeyTable:
         self._slots = Column(np.uint32, width=BUCKET_WAYS)
         self._overflow: dict[bytes, int] = {}
         self._overflow_tags = np.zeros(1 << 16, dtype=np.uint32)  # how many keys of the dict have each tag
+        self._last_row, self._last_hash = b"", 0
         self._count = 0
         self._half = _FIRST_BUCKETS  # a power of two: [0, half) are the buckets of the round, of which ...
         self._split_count = 0  # ... [0, split_count) have been split into themselves and [half, half + split_count)
@@ -80,13 +81,19 @@ class KeyTable:
                 slots[place] = self._scan_bucket(rows[place].tobytes(), int(tags[place]), int(buckets[place]))[1]
         return slots
 
+    def _hash_one(self, row: bytes) -> int:
+        """Remembers the last, since a key that is added is looked for before."""
+        if row != self._last_row:
+            self._last_row, self._last_hash = row, self._hash.of_row(row)
+        return self._last_hash
+
     def find_one(self, row: bytes) -> int:
         """The slot of one row, or NO_SLOT."""
         return self._locate(row)[1]
 
     def _locate(self, row: bytes) -> tuple[int, int]:
         """Cell and slot of a row; the cell of one in the dict, and of one that is not there, means nothing."""
-        hashed = self._hash.of_row(row)
+        hashed = self._hash_one(row)
         tag = hashed >> _TAG_SHIFT or 1
         for bits in (hashed, hashed >> _SECOND_SHIFT):
             cell, slot = self._scan_bucket(row, tag, self._bucket(bits & _BUCKET_MASK))
@@ -117,7 +124,7 @@ class KeyTable:
             self._split(_SPLIT_BUCKETS)
 
     def _place(self, row: bytes, slot: int) -> None:
-        hashed = self._hash.of_row(row)
+        hashed = self._hash_one(row)
         for bits in (hashed, hashed >> _SECOND_SHIFT):
             start = self._bucket(bits & _BUCKET_MASK) * BUCKET_WAYS
             tags = self._tags.raw[2 * start : 2 * (start + BUCKET_WAYS)].tobytes()
@@ -145,7 +152,7 @@ class KeyTable:
         return slot
 
     def _drop_overflow(self, row: bytes) -> int:
-        self._overflow_tags[self._hash.of_row(row) >> _TAG_SHIFT or 1] -= 1
+        self._overflow_tags[self._hash_one(row) >> _TAG_SHIFT or 1] -= 1
         return self._overflow.pop(row)
 
     def insert(self, rows: Rows, slots: Slots) -> None:
