@@ -106,8 +106,7 @@ class ObjectStore:
             catalog = self._catalog
             catalog.expire_holds()
             slots = catalog.use(keys)
-            hit_count = int(np.count_nonzero(slots))
-            catalog.counters.lookup_hits += hit_count
+            catalog.counters.lookup_hits += (hit_count := int(np.count_nonzero(slots)))
             catalog.counters.lookup_misses += len(keys) - hit_count
             lease_id = catalog.lease(slots, expires_at_s=self._clock() + lease_s) if lease_s > 0 else NO_LEASE
         outcomes: list[Outcome] = _LOOKED_UP[(slots != NO_SLOT).view(np.uint8)].tolist()
