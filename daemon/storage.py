@@ -149,7 +149,8 @@ class Storage:
 async def _ask(workers: Workers, work: Callable[[], T], *, timeout_s: float, too_late: Callable[[T], None] | None) -> T:
     job = workers.submit(work)
     try:
-        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(job.future)), timeout_s)
+        async with asyncio.timeout(timeout_s):  # wait_for of Python 3.11 loses a cancellation that meets the result
+            return await asyncio.shield(asyncio.wrap_future(job.future))
     except (TimeoutError, asyncio.CancelledError):
         if not workers.withdraw(job) and too_late is not None:
             _when_late(job, too_late)

@@ -5,13 +5,14 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Iterator
+from concurrent.futures import Future
 from functools import partial
 
 import pytest
 
 from hicache.backends.base import Usage
 from hicache.daemon.storage import Storage
-from hicache.workers import QueueFull, Workers
+from hicache.workers import Job, QueueFull, Workers
 
 WAIT_S = 20.0
 
@@ -128,3 +129,16 @@ async def test_a_store_that_is_in_use_is_not_closed() -> None:
     store.gate.opened.set()
     assert await asyncio.to_thread(storage.close, timeout_s=WAIT_S)
     assert store.closed
+
+
+async def test_a_cancellation_that_meets_the_answer_of_the_store_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    storage = Storage(StuckStore(), io_threads=1)  # type: ignore[arg-type]  # see StuckStore
+    answer: Future[int] = Future()
+    monkeypatch.setattr(storage.control, "submit", lambda work: Job(work, answer))
+    asking = asyncio.ensure_future(storage.ask(lambda: 1, timeout_s=WAIT_S))
+    await asyncio.sleep(0)  # it waits
+    answer.set_result(1)
+    await asyncio.sleep(0)  # the answer is on its way to it
+    asking.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await asking
