@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -43,28 +44,23 @@ class TokenBucket:
 
 
 class TenantRates:
-    """The rates of one tenant, over all of its sessions. Event loop only."""
+    """The rates of one tenant, over all of its sessions. Thread-safe."""
 
     def __init__(
         self, *, calls_per_s_max: float = 0.0, bytes_per_s_max: float = 0.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        self._lock = threading.Lock()
         self._calls = TokenBucket(calls_per_s_max, clock=clock)
         self._bytes = TokenBucket(bytes_per_s_max, clock=clock)
         self.refusals: Counter[str] = Counter()  # by limit: calls or bytes
 
     def admit_call(self) -> None:
         """Count a call. Raises Refusal(RATE_LIMITED), which costs the tenant nothing."""
-        wait_s = self._calls.wait_s(1.0)
-        if wait_s > 0:
-            raise self._refusal("calls", wait_s, f"calls_per_s_max is {self._calls.rate_per_s:g}")
-        self._calls.take(1.0)
+        self._admit("calls", self._calls, 1.0, f"calls_per_s_max is {self._calls.rate_per_s:g}")
 
     def admit_bytes(self, size_bytes: int) -> None:
         """Count the payload of a batch before it moves. Raises Refusal(RATE_LIMITED)."""
-        wait_s = self._bytes.wait_s(size_bytes)
-        if wait_s > 0:
-            raise self._refusal("bytes", wait_s, f"bytes_per_s_max is {self._bytes.rate_per_s:g}")
-        self._bytes.take(size_bytes)
+        self._admit("bytes", self._bytes, size_bytes, f"bytes_per_s_max is {self._bytes.rate_per_s:g}")
 
     def try_bytes(self, size_bytes: int) -> bool:
         """As ``admit_bytes`` for one object of a stream; False instead of a refusal."""
@@ -76,8 +72,14 @@ class TenantRates:
 
     def give_back_bytes(self, size_bytes: int) -> None:
         """So many of the counted bytes did not move after all."""
-        self._bytes.take(-size_bytes)
+        with self._lock:
+            self._bytes.take(-size_bytes)
 
-    def _refusal(self, limit: str, wait_s: float, text: str) -> Refusal:
-        self.refusals[limit] += 1
-        return Refusal(RefusalCode.RATE_LIMITED, f"retry in {math.ceil(wait_s * 1000)} ms; {text} for this tenant")
+    def _admit(self, limit: str, bucket: TokenBucket, cost: float, text: str) -> None:
+        with self._lock:
+            wait_s = bucket.wait_s(cost)
+            if wait_s == 0.0:
+                bucket.take(cost)
+                return
+            self.refusals[limit] += 1
+        raise Refusal(RefusalCode.RATE_LIMITED, f"retry in {math.ceil(wait_s * 1000)} ms; {text} for this tenant")
