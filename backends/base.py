@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 
 from hicache.outcome import Outcome
 
@@ -40,6 +42,19 @@ class StoredObject(msgspec.Struct, frozen=True, gc=False):
     key: bytes
     size_bytes: int
     used_at_s: float  # when it was last written or read, as far as the medium knows; seconds since the epoch
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class StoredBatch:
+    """Many StoredObjects in columns of equal length, for a start with millions of them."""
+
+    keys: list[bytes]
+    sizes_bytes: NDArray[np.int64]
+    used_at_s: NDArray[np.float64]
+
+    def objects(self) -> Iterator[StoredObject]:
+        """One by one."""
+        return map(StoredObject, self.keys, self.sizes_bytes.tolist(), self.used_at_s.tolist())
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +127,14 @@ class Backend(Protocol):
 
     def free_bytes(self) -> int | None:
         """What the file system has left to grow into; None when all space was taken when the backend was opened."""
+        ...
+
+    def resize(self, capacity_bytes: int, *, floor_bytes: int) -> None:
+        """Another capacity from now on, beside other calls; what is stored stays.
+
+        Raises ConfigError when there is no room for it, or not with ``floor_bytes`` left free, and BackendError when it
+        is less than what is stored; then the old one stays.
+        """
         ...
 
     def close(self) -> None:

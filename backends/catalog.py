@@ -66,6 +66,10 @@ class Catalog:
         self._clock = clock
         self._wall_clock = wall_clock
 
+    def set_capacity(self, capacity_bytes: int) -> None:
+        """Another capacity: what leases and pins may keep is a share of it. What is kept already stays."""
+        self._capacity_bytes = capacity_bytes
+
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are there, for those who look for them: what has expired is not, unless something keeps it."""
         slots = self._each_tenant(keys, lambda part, since_s: self.residents.slots(part, used_since_s=since_s))

@@ -11,38 +11,53 @@ CHUNK_IDS_MAX = 2**32 - 1  # ids are array("I"): four bytes each
 
 
 class ChunkIds:
-    """Hands out chunk ids below a limit and takes them back. Not thread-safe.
+    """Hands out the ids of a slab and takes them back. Not thread-safe.
 
-    Ids that were given back are used again before new ones, the latest first: their pages exist and are warm.
-
-        [0, next_id) in use or on the free stack | [next_id, ...) never used
+    Two limits: ``chunks_max`` are out at most, and every id that is handed out is below ``end``. Ids that were given
+    back are used again before others, the latest first: their pages exist and are warm.
     """
 
-    def __init__(self, chunks_max: int, *, used: NDArray[np.uint32]) -> None:
-        """``used`` are the ids in use, each once. There may be more than ``chunks_max`` when the limit was lowered."""
+    def __init__(self, chunks_max: int, *, end: int, used: NDArray[np.uint32]) -> None:
+        """``used`` are the ids in use, each once and below ``end``. There may be more than ``chunks_max``."""
         self.chunks_max = chunks_max
         self.used_count = len(used)
-        self._next_id = int(used.max()) + 1 if len(used) else 0
-        is_free = np.ones(self._next_id, dtype=bool)
-        is_free[used] = False
-        self._free = array("I", np.flatnonzero(is_free)[::-1].astype(np.uint32).tobytes())
+        self.end = end
+        self._is_used = np.zeros(end, dtype=bool)
+        self._is_used[used] = True
+        self._stack_free()
 
-    def allocate(self, count: int) -> array[int] | None:
-        """``count`` ids, or None when that would exceed the limit."""
-        if self.used_count + count > self.chunks_max:
+    def _stack_free(self) -> None:
+        free = np.flatnonzero(~self._is_used[: self.end])
+        self._free = array("I", free[::-1].astype(np.uint32).tobytes())
+
+    @property
+    def used_end(self) -> int:
+        """Every id in use is below this."""
+        used = np.flatnonzero(self._is_used)
+        return int(used[-1]) + 1 if len(used) else 0
+
+    def allocate(self, count: int, *, beyond_max: bool = False) -> NDArray[np.uint32] | None:
+        """``count`` ids, or None when that would exceed a limit; ``beyond_max`` passes over the first one."""
+        left = len(self._free) - count
+        if left < 0 or (self.used_count + count > self.chunks_max and not beyond_max):
             return None
-        recycled = min(count, len(self._free))
-        ids = self._free[len(self._free) - recycled :]
-        del self._free[len(self._free) - recycled :]
-        ids.reverse()
-        fresh = count - recycled
-        ids.extend(range(self._next_id, self._next_id + fresh))
-        self._next_id += fresh
+        ids = np.array(self._free[left:], dtype=np.uint32)[::-1]
+        del self._free[left:]
+        self._is_used[ids] = True
         self.used_count += count
         return ids
 
-    def release(self, ids: array[int]) -> None:
+    def release(self, ids: NDArray[np.uint32]) -> None:
         """Take back ids that ``allocate`` gave, or that were in use at the start."""
+        assert self._is_used[ids].all(), "a chunk id was given back that was not out"
+        self._is_used[ids] = False
         self.used_count -= len(ids)
-        assert self.used_count >= 0, "more chunk ids were given back than were out"
-        self._free.extend(reversed(ids))
+        free = ids[ids < self.end]
+        self._free.frombytes(free[::-1].astype(np.uint32).tobytes())
+
+    def set_end(self, end: int) -> None:
+        """Let ids that are handed out go up to another end. Those in use beyond it stay out until they are released."""
+        if end > len(self._is_used):
+            self._is_used = np.concatenate([self._is_used, np.zeros(end - len(self._is_used), dtype=bool)])
+        self.end = end
+        self._stack_free()

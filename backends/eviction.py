@@ -20,6 +20,7 @@ SPARE_OBJECTS_PART = 256  # of objects_max: at it so many are evicted beyond wha
 EVICTION_FAILURES_MAX = 8  # passes in which every delete failed
 
 Victims = list[tuple[bytes, int]]  # keys and payload sizes
+NO_TENANT = b""
 
 
 class Evictor:
@@ -35,8 +36,8 @@ class Evictor:
         catalog: Catalog,
         *,
         removal_lock: threading.Lock,
-        high_bytes: int,
-        low_bytes: int,
+        high_watermark: float,
+        low_watermark: float,
         floor_bytes: int,
         objects_max: int,
     ) -> None:
@@ -44,12 +45,28 @@ class Evictor:
         self._backend = backend
         self._catalog = catalog
         self._removal_lock = removal_lock
-        self._high_bytes = high_bytes
-        self._low_bytes = low_bytes
+        self._high_watermark = high_watermark
+        self._low_watermark = low_watermark
         self._floor_bytes = floor_bytes
-        self._objects_max = objects_max
-        self._capacity_bytes = backend.usage().capacity_bytes
+        self.set_capacity(backend.usage().capacity_bytes, objects_max=objects_max)
         self._notices = Notices(logging.getLogger(__name__))
+
+    def set_capacity(self, capacity_bytes: int, *, objects_max: int) -> None:
+        """The watermarks are shares of this."""
+        self._objects_max = objects_max
+        self._capacity_bytes = capacity_bytes
+        self._high_bytes = int(capacity_bytes * self._high_watermark)
+        self._low_bytes = int(capacity_bytes * self._low_watermark)
+
+    @property
+    def slack_bytes(self) -> int:
+        """What is always free after an eviction."""
+        return self._capacity_bytes - self._low_bytes
+
+    def shrink(self) -> None:
+        """Evict down to the low watermark when the store is above the high one."""
+        if self._above(self._high_bytes) > 0:
+            self.evict(NO_TENANT, lambda: self._above(self._low_bytes))
 
     def make_room(self, tenant: bytes, need_bytes: int) -> bool:
         """Evict until what is reserved fits; False when the free space floor or ``objects_max`` forbids the put.

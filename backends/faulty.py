@@ -158,6 +158,10 @@ class FaultyBackend:
         """See ``Backend.free_bytes``."""
         return self._inner.free_bytes()
 
+    def resize(self, capacity_bytes: int, *, floor_bytes: int) -> None:
+        """See ``Backend.resize``."""
+        self._inner.resize(capacity_bytes, floor_bytes=floor_bytes)
+
     def close(self) -> None:
         """See ``Backend.close``. Releases what hangs."""
         self.disarm()

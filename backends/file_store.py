@@ -228,6 +228,16 @@ class FileBackend:
         """See ``Backend.free_bytes``."""
         return free_bytes(self._directory) + self._spares.total_bytes
 
+    def resize(self, capacity_bytes: int, *, floor_bytes: int) -> None:
+        """See ``Backend.resize``. Files take space as they come, so this is a number."""
+        if capacity_bytes < CAPACITY_BYTES_MIN:
+            raise ConfigError("capacity_bytes", capacity_bytes, f"at least {CAPACITY_BYTES_MIN}")
+        _require_possible(self._directory, capacity_bytes)
+        with self._counts_lock:
+            if capacity_bytes < self._stored_bytes + self._reserved_bytes:
+                raise BackendError("more is stored than the smaller capacity holds: delete first")
+            self._capacity_bytes = capacity_bytes
+
     def close(self) -> None:
         """See ``Backend.close``. Waits for puts and deletes in progress. Does nothing in a forked child."""
         if os.getpid() != self._pid:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import mmap
 import os
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,7 +13,7 @@ import lmdb
 from hicache.backends.forks import never_free_in_children
 from hicache.backends.gate import Gate
 from hicache.backends.lmdb_layout import PAGE_BYTES, moving_bytes_for
-from hicache.backends.space import OUT_OF_SPACE_ERRNOS, free_bytes, no_room, require_space, take_space
+from hicache.backends.space import OUT_OF_SPACE_ERRNOS, free_bytes, no_room, take_space
 from hicache.errors import BackendError
 
 Transaction: TypeAlias = "lmdb.Transaction[memoryview]"
@@ -29,33 +27,30 @@ SPARE_READERS = 16
 DELETE_RESERVE_BYTES = 8 << 20  # what a delete may add to a map that others have filled
 QUIESCE_S = 1.0
 CLOSE_WAIT_S = 30.0
-_SYNC_PIECE_BYTES = 64 << 20
 _TICKS = 2  # transactions after which LMDB reuses a freed page
 
 
 class LmdbEnvironment:
-    """Two tables, ``chunks`` and ``index``, in a map whose blocks are all allocated.
+    """The index of a store: one table, in a map whose blocks are all allocated.
 
     Written with ``writemap`` and no sync. A process may be killed at any instruction: the pages are in the page cache,
     copy-on-write never touches what the last committed meta page names, and the new meta page counts only when its
     number has been written. A power loss may leave anything: the marker of the store tells that it happened.
     """
 
-    def __init__(self, directory: Path, *, map_bytes: int, capacity_bytes: int, floor_bytes: int = 0) -> None:
-        """Opens or makes the environment. Raises ConfigError when there is no room for it, or taking that would leave
-        less than ``floor_bytes``, and BackendError when LMDB cannot open what is there."""
-        self._data = directory / DATA_NAME
+    def __init__(self, directory: Path, *, map_bytes: int, capacity_bytes: int) -> None:
+        """Opens or makes the environment. Raises ConfigError when there is no room for it, and BackendError when LMDB
+        cannot open what is there."""
+        self.path = directory / DATA_NAME
         self._gate = Gate()
-        before_bytes = self._data.stat().st_size if self._data.exists() else 0
-        require_space(self._data, map_bytes, capacity_bytes=capacity_bytes, floor_bytes=floor_bytes)
+        before_bytes = self.path.stat().st_size if self.path.exists() else 0
         _take_lock_file(directory / LOCK_NAME, capacity_bytes=capacity_bytes)
         self._env = _open(directory, map_bytes, capacity_bytes=capacity_bytes)
         never_free_in_children(self._env)
         self._map_bytes = self._env.info()["map_size"]  # larger than asked for when more is in use
         try:
-            take_space(self._data, self._map_bytes, capacity_bytes=capacity_bytes, restore_bytes=before_bytes)
+            take_space(self.path, self._map_bytes, capacity_bytes=capacity_bytes, restore_bytes=before_bytes)
             self._env.reader_check()
-            self.chunks = self._env.open_db(b"chunks", integerkey=True)
             self.index = self._env.open_db(b"index")
             self._tick = self._env.open_db(b"tick")
             self._keep_room_to_move(capacity_bytes)
@@ -66,20 +61,42 @@ class LmdbEnvironment:
     def _keep_room_to_move(self, capacity_bytes: int) -> None:
         """Enlarge a map that is too full to change anything in: its capacity has been lowered since it was filled."""
         with self._env.begin() as txn:
-            tables = [txn.stat(table) for table in (self.chunks, self.index)]
-        pages = sum(stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"] for stat in tables)
-        used_bytes = pages * PAGE_BYTES
+            stat = txn.stat(self.index)
+        used_bytes = (stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]) * PAGE_BYTES
         wanted_bytes = used_bytes + moving_bytes_for(used_bytes)
         if wanted_bytes > self._map_bytes:
-            before_bytes = self._map_bytes
-            take_space(self._data, wanted_bytes, capacity_bytes=capacity_bytes, restore_bytes=before_bytes)
-            self._env.set_mapsize(wanted_bytes)
-            self._map_bytes = wanted_bytes
+            self._enlarge(wanted_bytes, capacity_bytes=capacity_bytes)
+
+    def _enlarge(self, map_bytes: int, *, capacity_bytes: int) -> None:
+        """Larger file, then larger map: never a hole under the map."""
+        before_bytes = self.path.stat().st_size
+        take_space(self.path, map_bytes, capacity_bytes=capacity_bytes, restore_bytes=before_bytes)
+        self._env.set_mapsize(map_bytes)
+        self._map_bytes = map_bytes
+
+    def grow(self, map_bytes: int, *, capacity_bytes: int) -> None:
+        """A map of at least so much, beside transactions of other threads.
+
+        Raises ConfigError when there is no room, and BackendError when transactions do not end in time; then nothing
+        has changed.
+        """
+        if map_bytes <= self._map_bytes:
+            return
+        with self._gate.exclusive(timeout_s=QUIESCE_S) as is_alone:
+            if not is_alone:
+                raise BackendError(f"{self.path}: transactions did not end within {QUIESCE_S} s")
+            self._enlarge(map_bytes, capacity_bytes=capacity_bytes)
 
     @contextmanager
     def read(self) -> Iterator[Transaction]:
         """A snapshot. What it returns is valid inside only. Keep it short: it holds freed pages back."""
         with self._gate.shared(), self._env.begin(buffers=True) as txn:
+            yield txn
+
+    @contextmanager
+    def read_copies(self) -> Iterator[lmdb.Transaction[bytes]]:
+        """A snapshot that returns bytes of its own."""
+        with self._gate.shared(), self._env.begin() as txn:
             yield txn
 
     @contextmanager
@@ -103,7 +120,7 @@ class LmdbEnvironment:
                     raise
                 self._env.reader_check()
                 try:
-                    self._grow(self._env.info()["map_size"] + DELETE_RESERVE_BYTES)
+                    self._lend(self._env.info()["map_size"] + DELETE_RESERVE_BYTES)
                 except OSError:
                     raise full from None
                 try:
@@ -129,18 +146,25 @@ class LmdbEnvironment:
                     return False
             return True
 
-    def close(self, *, sync_budget_s: float) -> bool:
-        """Wait for transactions to end and let go of the map. True when all of it reached the medium in time."""
+    def reader_slots(self) -> int:
+        """Slots of the reader table that are taken: by reads, by spares for the next ones, and by killed processes."""
+        return self._env.info()["num_readers"]
+
+    def used_bytes(self) -> int:
+        """How far into the map pages have ever been used."""
+        return (self._env.info()["last_pgno"] + 1) * PAGE_BYTES
+
+    def close(self) -> None:
+        """Wait for transactions to end and let go of the map. Later ones raise BackendError."""
         with self._gate.exclusive(timeout_s=CLOSE_WAIT_S) as is_alone:
             if not is_alone:
-                raise BackendError(f"{self._data}: transactions did not end within {CLOSE_WAIT_S} s")
+                raise BackendError(f"{self.path}: transactions did not end within {CLOSE_WAIT_S} s")
             self._gate.shut()
             self._env.close()
-        return _sync(self._data, time.monotonic() + sync_budget_s)
 
-    def _grow(self, map_bytes: int) -> None:
-        """Larger file, then larger map: never a hole under the map."""
-        fd = os.open(self._data, os.O_RDWR | os.O_CLOEXEC)
+    def _lend(self, map_bytes: int) -> None:
+        """A larger map for one transaction."""
+        fd = os.open(self.path, os.O_RDWR | os.O_CLOEXEC)
         try:
             os.posix_fallocate(fd, 0, map_bytes)
         finally:
@@ -170,7 +194,7 @@ def _open(directory: Path, map_bytes: int, *, capacity_bytes: int) -> lmdb.Envir
             map_async=True,
             readahead=True,
             meminit=False,
-            max_dbs=3,
+            max_dbs=2,
             max_readers=READER_SLOTS,
             max_spare_txns=SPARE_READERS,
         )
@@ -185,20 +209,3 @@ def _advice(directory: Path, map_bytes: int, error: lmdb.Error) -> str:
     if isinstance(error, lmdb.MemoryError):
         return f"it needs {map_bytes} bytes of address space (ulimit -v, LimitAS); nothing stored was touched"
     return f"nothing stored was touched; to give it up and start empty, remove {directory / DATA_NAME}"
-
-
-def _sync(path: Path, deadline_s: float) -> bool:
-    """Write dirty pages to the medium, piece by piece until the deadline. True when there are none left."""
-    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-    try:
-        size_bytes = os.fstat(fd).st_size
-        with mmap.mmap(fd, size_bytes) as pages:
-            for offset in range(0, size_bytes, _SYNC_PIECE_BYTES):
-                if time.monotonic() >= deadline_s:
-                    return False
-                pages.flush(offset, min(_SYNC_PIECE_BYTES, size_bytes - offset))
-        return True
-    except OSError:
-        return False
-    finally:
-        os.close(fd)

@@ -349,6 +349,10 @@ class MooncakeBackend:
         """See ``Backend.free_bytes``: the nodes took their memory when they started."""
         return None
 
+    def resize(self, capacity_bytes: int, *, floor_bytes: int) -> None:
+        """See ``Backend.resize``. Raises ConfigError: the capacity is that of the nodes."""
+        raise ConfigError("capacity_bytes", capacity_bytes, "no capacity for mooncake, whose nodes have their own")
+
     def close(self) -> None:
         """See ``Backend.close``. Waits for running calls a while, not for those that hang."""
         self._is_closed = True

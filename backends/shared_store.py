@@ -160,6 +160,10 @@ class SharedStore:
             self._leases.expire(now_s=self._clock())
             return self._counters.snapshot(Holds(leases=len(self._leases), leased_keys=self._leases.key_count))
 
+    def resize(self, capacity_bytes: int) -> None:
+        """Raises ConfigError where the store has its own capacity."""
+        self._backend.resize(capacity_bytes, floor_bytes=0)
+
     def close(self) -> None:
         """Close the backend. Idempotent."""
         with self._lock:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from hicache.errors import ConfigError
@@ -25,15 +26,22 @@ def total_bytes(path: Path) -> int:
     return stat.f_blocks * stat.f_frsize
 
 
-def require_space(path: Path, size_bytes: int, *, capacity_bytes: int, floor_bytes: int = 0) -> None:
-    """Raise ConfigError unless a file of ``size_bytes`` has all its space, or can get it and leave the floor free."""
-    allocated = os.stat(path).st_blocks * _BLOCK_BYTES if path.exists() else 0
-    missing_bytes = size_bytes - allocated
-    free = free_bytes(path.parent)
+def require_space(wanted: Mapping[Path, int], *, capacity_bytes: int, floor_bytes: int = 0) -> None:
+    """Raise ConfigError unless the files of one directory can have so many bytes and leave the floor free.
+
+    What they have already counts.
+    """
+    missing = {path: size_bytes - _allocated_bytes(path) for path, size_bytes in wanted.items()}
+    missing_bytes = sum(max(0, count) for count in missing.values())
+    largest = max(missing, key=lambda path: missing[path])
+    free = free_bytes(largest.parent)
     if missing_bytes > 0 and missing_bytes + _SPARE_BYTES > free - floor_bytes:
-        raise no_room(
-            path, capacity_bytes, missing_bytes=missing_bytes + _SPARE_BYTES, free=free, floor_bytes=floor_bytes
-        )
+        needed = missing_bytes + _SPARE_BYTES
+        raise no_room(largest, capacity_bytes, missing_bytes=needed, free=free, floor_bytes=floor_bytes)
+
+
+def _allocated_bytes(path: Path) -> int:
+    return os.stat(path).st_blocks * _BLOCK_BYTES if path.exists() else 0
 
 
 def require_floor(directory: Path, floor_bytes: int) -> None:

@@ -63,8 +63,8 @@ class ObjectStore:
         self._backend = backend
         self._object_bytes_max = object_bytes_max
         self._capacity_bytes = backend.usage().capacity_bytes
-        self._low_bytes = int(self._capacity_bytes * low_watermark)
-        self._objects_max = objects_max or min(self._capacity_bytes // backend.stored_bytes(1), OBJECTS_MAX)
+        self._objects_max_set = objects_max
+        self._floor_bytes = free_space_floor_bytes
         self._limits = limits or StoreLimits()
         self._clock = clock
         self._removal_lock = threading.Lock()  # taken before that of the catalog
@@ -81,14 +81,18 @@ class ObjectStore:
             backend,
             self._catalog,
             removal_lock=self._removal_lock,
-            high_bytes=int(self._capacity_bytes * high_watermark),
-            low_bytes=self._low_bytes,
+            high_watermark=high_watermark,
+            low_watermark=low_watermark,
             floor_bytes=free_space_floor_bytes,
             objects_max=self._objects_max,
         )
         self._recency = RecencyWriter(backend, self._catalog, clock=clock)
         self._is_closed = False
         self._pid = os.getpid()
+
+    @property
+    def _objects_max(self) -> int:
+        return self._objects_max_set or min(self._capacity_bytes // self._backend.stored_bytes(1), OBJECTS_MAX)
 
     @property
     def store_id(self) -> bytes:
@@ -243,7 +247,7 @@ class ObjectStore:
 
     def _group_max(self, tenant: bytes, count: int) -> tuple[int, int]:
         limits = self._limits.of(tenant)
-        bytes_max = min(PUT_GROUP_BYTES, max(self._capacity_bytes - self._low_bytes, self._capacity_bytes // 20))
+        bytes_max = min(PUT_GROUP_BYTES, max(self._evictor.slack_bytes, self._capacity_bytes // 20))
         if limits.quota_bytes:
             bytes_max = min(bytes_max, limits.quota_bytes // QUOTA_GROUPS)
         count_max = min(count, max(1, self._objects_max // QUOTA_GROUPS))
@@ -332,6 +336,31 @@ class ObjectStore:
         """
         self._recency.write_when_due()
         return self._evictor.sweep() if self._limits.has_ttl else 0
+
+    def resize(self, capacity_bytes: int) -> None:
+        """Another capacity from now on, beside other calls; a smaller one evicts first. One at a time.
+
+        Raises ConfigError when there is no room for it, or not for the largest object, and BackendError when more than
+        that is leased or pinned; then the old one stays.
+        """
+        if capacity_bytes < self._object_bytes_max:
+            expected = f"at least the largest object, {self._object_bytes_max} bytes since the start"
+            raise ConfigError("capacity_bytes", capacity_bytes, expected)
+        before_bytes = self._capacity_bytes
+        self._set_capacity(min(before_bytes, capacity_bytes))
+        try:
+            self._evictor.shrink()
+            self._backend.resize(capacity_bytes, floor_bytes=self._floor_bytes)
+        except BaseException:
+            self._set_capacity(before_bytes)
+            raise
+        self._set_capacity(capacity_bytes)
+
+    def _set_capacity(self, capacity_bytes: int) -> None:
+        self._capacity_bytes = capacity_bytes
+        self._evictor.set_capacity(capacity_bytes, objects_max=self._objects_max)
+        with self._lock:
+            self._catalog.set_capacity(capacity_bytes)
 
     def usage(self) -> Usage:
         """Space as it is on the medium. O(1)."""

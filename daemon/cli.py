@@ -6,6 +6,7 @@ import asyncio
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import click
@@ -44,7 +45,7 @@ def main(config_file: str | None, print_config: bool, **flags: str | None) -> No
         if print_config:
             click.echo(to_toml(config), nl=False)
             return
-        stopped_clean = _run(config)
+        stopped_clean = _run(config, partial(load_config, config_file, flags))
     except ConfigError as error:
         _fail(str(error), EXIT_CONFIG)
     except BackendError as error:
@@ -54,7 +55,7 @@ def main(config_file: str | None, print_config: bool, **flags: str | None) -> No
             _leave_at_once(EXIT_FAILED)
 
 
-def _run(config: DaemonConfig) -> bool:
+def _run(config: DaemonConfig, reread: Callable[[], DaemonConfig]) -> bool:
     # Read by gRPC when it is imported, below: its own lines would bury the one that explains a failed start.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from prometheus_client import disable_created_metrics
@@ -63,7 +64,7 @@ def _run(config: DaemonConfig) -> bool:
 
     disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client has none here
     configure_logs(level=config.log_level, style=config.log_format)
-    return asyncio.run(serve(config, environment=os.environ))
+    return asyncio.run(serve(config, environment=os.environ, reread=reread))
 
 
 def _fail(message: str, code: int) -> None:

@@ -37,6 +37,7 @@ from hicache.daemon.readings import (
     thread_readings,
 )
 from hicache.daemon.region_budget import RegionBudget
+from hicache.daemon.reload import resize_when_asked
 from hicache.daemon.service import HiCachedService
 from hicache.daemon.sessions import Sessions
 from hicache.daemon.socket_lock import SocketLock, listen_unix
@@ -131,6 +132,12 @@ class Daemon:
         notify_systemd("STOPPING=1", self._environment)
         await self._stages.aclose()
         return self._stopped_clean
+
+    @property
+    def store(self) -> Store:
+        """What a started daemon serves."""
+        assert self._storage is not None, "the daemon has not been started"
+        return self._storage.store
 
     def _announce(self, ready: Ready) -> Ready:
         if self._config.ready_file:
@@ -271,27 +278,36 @@ class Daemon:
         return self._storage is None or await self._storage.is_alive()
 
 
-async def serve(config: DaemonConfig, *, environment: Mapping[str, str]) -> bool:
+async def serve(
+    config: DaemonConfig, *, environment: Mapping[str, str], reread: Callable[[], DaemonConfig] | None = None
+) -> bool:
     """Runs until SIGTERM or SIGINT. True after a clean stop. Raises what ``Daemon.start`` raises.
 
-    A second signal ends the process at once, as if the first had not been caught.
+    A second signal ends the process at once, as if the first had not been caught. On SIGHUP the capacity becomes the
+    one that ``reread`` says.
     """
-    stop_wanted = asyncio.Event()
+    stop_wanted, resize_wanted = asyncio.Event(), asyncio.Event()
     _catch_signals(stop_wanted)
+    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, resize_wanted.set)
     raise_open_files_limit()
     daemon = Daemon(config, environment=environment)
     starting = asyncio.ensure_future(daemon.start())
     waiting = asyncio.ensure_future(stop_wanted.wait())
+    resizing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     try:
         await asyncio.wait((starting, waiting), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
+            resizing = asyncio.ensure_future(
+                resize_when_asked(resize_wanted, reread=reread or (lambda: config), store=daemon.store)
+            )
             await waiting
             log.info("stopping")
     finally:
         waiting.cancel()
         starting.cancel()
-        await asyncio.gather(starting, waiting, return_exceptions=True)
+        resizing.cancel()
+        await asyncio.gather(starting, waiting, resizing, return_exceptions=True)
         _limit_stop_time()
         stopped_clean = await daemon.stop()
     log.info("stopped", clean=stopped_clean)

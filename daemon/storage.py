@@ -75,6 +75,10 @@ class Store(Protocol):
         """Drops objects."""
         ...
 
+    def resize(self, capacity_bytes: int) -> None:
+        """Another capacity; raises ConfigError or BackendError and keeps the old one where it cannot be."""
+        ...
+
     def usage(self) -> Usage:
         """Space as it is on the medium."""
         ...

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
@@ -12,10 +15,13 @@ import lmdb
 import msgspec
 import pytest
 
+from hicache.backends import lmdb_layout
 from hicache.backends.base import GetItem
-from hicache.backends.lmdb_env import DELETE_RESERVE_BYTES, LmdbEnvironment, Transaction
-from hicache.backends.lmdb_layout import CHUNK_BYTES, CHUNK_STORED_BYTES, decode_record
-from hicache.backends.lmdb_store import PUT_TRANSACTION_BYTES, LmdbBackend
+from hicache.backends.lmdb_env import DELETE_RESERVE_BYTES, SPARE_READERS, LmdbEnvironment, Transaction
+from hicache.backends.lmdb_index import Found, Index
+from hicache.backends.lmdb_layout import CHUNK_BYTES, decode_record
+from hicache.backends.lmdb_slab import SLAB_NAME
+from hicache.backends.lmdb_store import LmdbBackend
 from hicache.backends.marker import MARKER_NAME, StoreMarker, write_marker
 from hicache.errors import BackendError, ConfigError
 from hicache.outcome import Outcome
@@ -68,13 +74,23 @@ def fill(backend: LmdbBackend, numbers: range) -> list[int]:
     return stored
 
 
+@pytest.fixture
+def small_map(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[LmdbBackend]:
+    """A store whose index has next to no room to move in."""
+    monkeypatch.setattr(lmdb_layout, "MOVING_BYTES_MIN", 1 << 16)
+    backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
+    yield backend
+    backend.close()
+
+
 def test_br_083_deletes_work_in_a_full_map_that_a_stuck_reader_pins_and_puts_after_it_left(
-    backend: LmdbBackend, directory: Path
+    small_map: LmdbBackend, directory: Path
 ) -> None:
+    backend = small_map
     stored = fill(backend, range(100))
     with foreign_reader(directory):
         refused = False
-        for number in range(1000, 1200):  # each pass moves pages that the reader keeps from being used again
+        for number in range(1000, 3000):  # each pass moves pages that the reader keeps from being used again
             assert backend.delete([key(stored.pop(0))]) == [Outcome.OK]
             if put(backend, (key(number), payload(number, MIB))) == [Outcome.NO_SPACE]:
                 refused = True
@@ -87,72 +103,42 @@ def test_br_083_deletes_work_in_a_full_map_that_a_stuck_reader_pins_and_puts_aft
             assert backend.delete([key(stored.pop())]) == [Outcome.OK]
         assert backend.usage().stored_bytes == 0
         assert put(backend, (key(1), payload(1, MIB))) == [Outcome.NO_SPACE]
+        assert backend.usage().stored_bytes == 0, "what was not stored holds no chunks"
     assert put(backend, (key(1), payload(1, MIB))) == [Outcome.OK]
-    assert len(fill(backend, range(2, 100))) >= 10
+    assert len(fill(backend, range(2, 100))) == 15
 
 
 def test_a_delete_in_a_full_map_uses_the_reserve_and_returns_it(
-    backend: LmdbBackend, directory: Path, monkeypatch: pytest.MonkeyPatch
+    small_map: LmdbBackend, directory: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    backend = small_map
     stored = fill(backend, range(100))
     size_bytes = (directory / "data.mdb").stat().st_size
-    grown: list[int] = []
-    grow = LmdbEnvironment._grow
+    lent: list[int] = []
+    lend = LmdbEnvironment._lend
 
-    def count_and_grow(env: LmdbEnvironment, map_bytes: int) -> None:
-        grown.append(map_bytes)
-        grow(env, map_bytes)
+    def count_and_lend(env: LmdbEnvironment, map_bytes: int) -> None:
+        lent.append(map_bytes)
+        lend(env, map_bytes)
 
-    monkeypatch.setattr(LmdbEnvironment, "_grow", count_and_grow)
+    monkeypatch.setattr(LmdbEnvironment, "_lend", count_and_lend)
     with foreign_reader(directory):
-        backend.touch([(key(stored[0]), 1.0)])
         with pytest.raises(lmdb.MapFullError):
             _exhaust(backend)
         for number in stored:
             assert backend.delete([key(number)]) == [Outcome.OK]
-    assert grown, "the reserve was not needed"
+    assert lent, "the reserve was not needed"
     assert (directory / "data.mdb").stat().st_size <= size_bytes + DELETE_RESERVE_BYTES
-    _remove_junk(backend)
     assert put(backend, (key(1), payload(1, MIB))) == [Outcome.OK]
-
-
-def _remove_junk(backend: LmdbBackend) -> None:
-    env = backend._env
-
-    def remove(txn: Transaction) -> None:
-        with txn.cursor(env.index) as cursor:
-            while cursor.set_range(b"junk") and bytes(cursor.key()).startswith(b"junk"):
-                txn.delete(bytes(cursor.key()), db=env.index)
-
-    env.write_with_reserve(remove)
 
 
 def _exhaust(backend: LmdbBackend) -> None:
-    """Use every page of the map: first large runs, then single pages, none of which the reader lets go."""
-    env = backend._env
-    for size in (CHUNK_BYTES, 3000):
-        for number in range(100_000):
-            try:
-                with env.write() as txn:
-                    for offset in range(8):
-                        txn.put(f"junk {size} {number % 50} {offset}".encode(), bytes(size), db=env.index)
-            except lmdb.MapFullError:
-                if size == 3000:
-                    raise
-                break
-
-
-def test_br_080_an_object_with_a_missing_chunk_is_dropped_and_counted_once(
-    backend: LmdbBackend, directory: Path
-) -> None:
-    put(backend, (key(1), payload(1, MIB)))
-    with backend._env.write() as txn, txn.cursor(backend._env.chunks) as cursor:
-        assert cursor.first()
-        txn.delete(bytes(cursor.key()), db=backend._env.chunks)
-    assert get(backend, key(1), MIB)[0] is Outcome.CORRUPT
-    assert get(backend, key(1), MIB)[0] is Outcome.ABSENT
-    assert backend.usage().stored_bytes == 0
-    assert put(backend, (key(1), payload(1, MIB))) == [Outcome.OK]
+    """Use every page of the map, none of which the reader lets go."""
+    env = backend._files.env
+    while True:
+        with env.write() as txn:
+            txn.put(b"junk", bytes(300), db=env.index)
+            txn.delete(b"junk", db=env.index)
 
 
 def test_br_080_a_damaged_index_record_is_removed_when_the_store_is_opened(directory: Path) -> None:
@@ -168,8 +154,8 @@ def test_br_080_a_damaged_index_record_is_removed_when_the_store_is_opened(direc
 
 def test_br_080_a_record_damaged_while_the_store_is_open_is_corrupt_and_dropped(backend: LmdbBackend) -> None:
     put(backend, (key(1), payload(1, 1000)))
-    with backend._env.write() as txn:
-        txn.put(key(1), b"no record", db=backend._env.index)
+    with backend._files.env.write() as txn:
+        txn.put(key(1), b"no record", db=backend._files.env.index)
     assert get(backend, key(1), 1000)[0] is Outcome.CORRUPT
     assert backend.contains([key(1)]) == [False]
     assert backend.usage().objects == 0
@@ -227,7 +213,7 @@ def test_a_store_closed_in_an_earlier_boot_keeps_its_content(directory: Path) ->
 INTERRUPTED_OPENING = """
 import os, resource, signal, sys
 from pathlib import Path
-from hicache.backends import lmdb_open, lmdb_store
+from hicache.backends import lmdb_load, lmdb_open, lmdb_store
 from hicache.errors import BackendError
 how, directory = sys.argv[1], Path(sys.argv[2])
 def die(*_, **__): os.kill(os.getpid(), signal.SIGKILL)
@@ -235,9 +221,9 @@ def no_memory(*_): raise MemoryError
 if how == "killed before the map is opened":
     lmdb_open.LmdbEnvironment = die
 elif how == "killed while the index is read":
-    lmdb_open.decode_record = die
+    lmdb_load.record_check = die
 elif how == "no memory for the index":
-    lmdb_open.decode_record = no_memory
+    lmdb_load.record_check = no_memory
 elif how == "no address space":
     resource.setrlimit(resource.RLIMIT_AS, (1 << 30, resource.RLIM_INFINITY))
 try:
@@ -354,7 +340,7 @@ def test_the_first_scan_of_an_unchanged_store_reads_no_index_again(
     backend.close()
     backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "_scan_batch", None)
+        patch.setattr(Index, "records", None)
         assert sorted(backend.scan(), key=lambda stored: stored.key) == told
     assert sorted(backend.scan(), key=lambda stored: stored.key) == told, "the second one reads"
     backend.close()
@@ -379,46 +365,79 @@ def test_the_first_scan_of_a_changed_store_tells_the_change(directory: Path, cha
 
 
 def test_all_space_is_taken_when_the_store_is_opened(backend: LmdbBackend, directory: Path) -> None:
-    for name in ("data.mdb", "lock.mdb"):
+    for name in ("data.mdb", "lock.mdb", SLAB_NAME):
         stat = (directory / name).stat()
         assert stat.st_blocks * 512 >= stat.st_size > 0
-    assert (directory / "data.mdb").stat().st_size > 16 * MIB
+    assert (directory / SLAB_NAME).stat().st_size == 16 * MIB
 
 
-def test_an_object_that_spans_many_transactions_appears_whole(backend: LmdbBackend) -> None:
-    size = 3 * PUT_TRANSACTION_BYTES + 12_345
-    outcomes = put(backend, (key(1), b"before"), (key(2), payload(2, size)), (key(3), b"after"))
-    assert outcomes == [Outcome.OK] * 3
-    assert get(backend, key(2), size) == (Outcome.OK, payload(2, size))
-    assert get(backend, key(3), 5) == (Outcome.OK, b"after")
-
-
-def test_chunks_of_deleted_objects_are_written_again_before_new_ones(backend: LmdbBackend) -> None:
-    def chunks() -> int:
-        with backend._env.read() as txn:
-            return int(txn.stat(backend._env.chunks)["entries"])
-
+def test_chunks_of_deleted_objects_are_written_again_first(backend: LmdbBackend) -> None:
     put(backend, *[(key(number), payload(number, MIB)) for number in range(4)])
-    before = chunks()
-    backend.delete([key(0), key(2)])
-    put(backend, *[(key(number), payload(number, MIB)) for number in range(10, 12)])
-    assert chunks() == before
+    before = chunks_of(backend, key(2))
+    backend.delete([key(0)])
+    backend.delete([key(2)])
+    put(backend, (key(10), payload(10, MIB)))
+    assert chunks_of(backend, key(10)) == before
 
 
-@pytest.mark.parametrize("capacity_bytes", [0, CHUNK_STORED_BYTES - 1, 1 << 60])
+def chunks_of(backend: LmdbBackend, name: bytes) -> list[int]:
+    with backend._files.env.read() as txn:
+        record = decode_record(name, bytes(txn.get(name, b"", db=backend._files.env.index)))
+    assert record is not None
+    return record.chunk_ids.tolist()
+
+
+@pytest.mark.parametrize("capacity_bytes", [0, CHUNK_BYTES - 1, 1 << 60])
 def test_a_capacity_that_no_store_can_have_is_a_config_error(directory: Path, capacity_bytes: int) -> None:
     with pytest.raises(ConfigError, match="capacity_bytes"):
         LmdbBackend.open(directory, capacity_bytes=capacity_bytes)
 
 
-def test_a_get_of_a_large_batch_uses_several_snapshots(backend: LmdbBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hicache.backends.lmdb_store.READ_TRANSACTION_BYTES", 2 * MIB)
-    objects = [(key(number), payload(number, MIB)) for number in range(7)]
-    put(backend, *objects)
-    targets = [bytearray(MIB) for _ in objects]
-    items = [GetItem(name, memoryview(target)) for (name, _), target in zip(objects, targets, strict=True)]
-    assert backend.get_into(items) == [Outcome.OK] * 7
-    assert [bytes(target) for target in targets] == [content for _, content in objects]
+def test_an_object_that_is_deleted_and_whose_space_is_filled_again_while_it_is_read_is_read_whole(
+    backend: LmdbBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    content = payload(1, 15 * MIB)
+    put(backend, (key(1), content))
+    find = Index.find
+
+    def find_and_delete(index: Index, keys: Sequence[bytes]) -> list[Found | None]:
+        found = find(index, keys)
+        assert backend.delete(keys) == [Outcome.OK]
+        assert len(fill(backend, range(2, 30))) == 1, "only the space that nobody reads"
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "find", find_and_delete)
+        assert get(backend, key(1), len(content)) == (Outcome.OK, content)
+    assert get(backend, key(1), len(content))[0] is Outcome.ABSENT
+    assert len(fill(backend, range(30, 60))) == 15
+
+
+def test_reads_leave_no_reader_slots_behind(backend: LmdbBackend) -> None:
+    put(backend, (key(1), b"x"))
+    for _ in range(3):
+        threads = [threading.Thread(target=read_often, args=(backend,)) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert backend._files.env.reader_slots() <= SPARE_READERS
+
+
+def read_often(backend: LmdbBackend) -> None:
+    for _ in range(100):
+        assert get(backend, key(1), 1) == (Outcome.OK, b"x")
+
+
+def test_reader_slots_of_killed_processes_are_free_after_the_next_opening(directory: Path) -> None:
+    LmdbBackend.open(directory, capacity_bytes=16 * MIB).close()
+    for _ in range(3):
+        with foreign_reader(directory):
+            pass  # killed while it reads
+    backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
+    assert backend._files.env.reader_slots() <= SPARE_READERS
+    assert put(backend, (key(1), b"x")) == [Outcome.OK]
+    backend.close()
 
 
 class FailingTransactions:
@@ -438,23 +457,16 @@ class FailingTransactions:
                 raise lmdb.DiskError("no such luck", 5)
 
 
-@pytest.mark.parametrize("failing", range(4))
-def test_a_put_whose_transaction_fails_leaves_no_trace_and_spoils_no_other(
-    backend: LmdbBackend, monkeypatch: pytest.MonkeyPatch, failing: int
-) -> None:
-    size = 2 * PUT_TRANSACTION_BYTES + 5 * MIB // 2
-    objects = [(key(1), payload(1, 1000)), (key(2), payload(2, size)), (key(3), payload(3, 1000))]
-    with monkeypatch.context() as patch:
-        patch.setattr(backend._env, "write", FailingTransactions(backend._env.write, failing))
-        outcomes = put(backend, *objects)
-    assert set(outcomes) == ({Outcome.OK, Outcome.IO_ERROR} if failing < 3 else {Outcome.OK})
-    present = backend.contains([name for name, _ in objects])
-    assert present == [outcome is Outcome.OK for outcome in outcomes]
-    usage = backend.usage()
-    kept = [len(content) for (_, content), is_there in zip(objects, present, strict=True) if is_there]
-    assert (usage.objects, usage.payload_bytes) == (len(kept), sum(kept))
-    assert usage.stored_bytes == sum(map(backend.stored_bytes, kept))
-    assert [outcome.is_ok for outcome in put(backend, *objects)] == [True] * 3
+def test_a_put_whose_transaction_fails_leaves_no_trace(backend: LmdbBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    objects = [(key(1), payload(1, 1000)), (key(2), payload(2, 5 * MIB)), (key(3), payload(3, 1000))]
+    for failing in ("read", "write"):
+        with monkeypatch.context() as patch:
+            begin = getattr(backend._files.env, failing)
+            patch.setattr(backend._files.env, failing, FailingTransactions(begin, 0))
+            assert put(backend, *objects) == [Outcome.IO_ERROR] * 3
+        assert backend.contains([name for name, _ in objects]) == [False] * 3
+        assert (backend.usage().objects, backend.usage().stored_bytes) == (0, 0)
+    assert put(backend, *objects) == [Outcome.OK] * 3
     for name, content in objects:
         assert get(backend, name, len(content)) == (Outcome.OK, content)
 
@@ -464,12 +476,12 @@ def test_errors_of_the_medium_are_outcomes_and_drop_nothing(
 ) -> None:
     put(backend, (key(1), b"still there"))
     with monkeypatch.context() as patch:
-        patch.setattr(backend._env, "write", FailingTransactions(backend._env.write, 0, 1))
-        patch.setattr(backend._env, "read", FailingTransactions(backend._env.read, 0, 1, 2))
+        patch.setattr(backend._files.env, "write", FailingTransactions(backend._files.env.write, 0, 1))
+        patch.setattr(backend._files.env, "read", FailingTransactions(backend._files.env.read, 0, 1, 2))
         assert backend.delete([key(1)]) == [Outcome.IO_ERROR]
         backend.touch([(key(1), 5.0)])
         target = bytearray(11)
-        assert backend.get_into([GetItem(key(1), memoryview(target))]) == [Outcome.OK]  # read before the error
+        assert backend.get_into([GetItem(key(1), memoryview(target))]) == [Outcome.IO_ERROR]
         assert backend.contains([key(1)]) == [False]
         with pytest.raises(BackendError, match="cannot be read"):
             list(backend.scan())
@@ -479,7 +491,134 @@ def test_errors_of_the_medium_are_outcomes_and_drop_nothing(
 
 
 def test_a_scan_crosses_the_bounds_of_its_batches(backend: LmdbBackend, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hicache.backends.lmdb_store.KEYS_PER_TRANSACTION", 4)
+    monkeypatch.setattr("hicache.backends.lmdb_index.KEYS_PER_TRANSACTION", 4)
     for count in (0, 1, 4, 5, 8, 9):
         put(backend, *[(key(number), b"x") for number in range(count)])
         assert {stored.key for stored in backend.scan()} == {key(number) for number in range(count)}
+
+
+def test_a_larger_capacity_is_used_at_once_and_all_of_it_is_on_the_disk(backend: LmdbBackend, directory: Path) -> None:
+    stored = fill(backend, range(40))
+    backend.resize(32 * MIB, floor_bytes=0)
+    assert backend.usage().capacity_bytes == 32 * MIB
+    slab = (directory / SLAB_NAME).stat()
+    assert slab.st_blocks * 512 >= slab.st_size == 32 * MIB
+    stored += fill(backend, range(100, 140))
+    assert len(stored) == 32
+    for number in stored:
+        assert get(backend, key(number), MIB) == (Outcome.OK, payload(number, MIB))
+
+
+def test_a_smaller_capacity_moves_what_is_stored_and_gives_the_space_back(
+    backend: LmdbBackend, directory: Path
+) -> None:
+    stored = fill(backend, range(40))
+    with pytest.raises(BackendError, match="delete first"):
+        backend.resize(8 * MIB, floor_bytes=0)
+    assert backend.usage().capacity_bytes == 16 * MIB
+    gone, kept = stored[:8], stored[8:]
+    backend.delete([key(number) for number in gone])
+    backend.resize(8 * MIB, floor_bytes=0)
+    assert (directory / SLAB_NAME).stat().st_size == 8 * MIB
+    for number in kept:
+        assert get(backend, key(number), MIB) == (Outcome.OK, payload(number, MIB))
+    assert put(backend, (key(99), b"x")) == [Outcome.NO_SPACE]
+    backend.close()
+    backend = LmdbBackend.open(directory, capacity_bytes=8 * MIB)
+    for number in kept:
+        assert get(backend, key(number), MIB) == (Outcome.OK, payload(number, MIB))
+    backend.close()
+
+
+def test_a_store_that_is_read_and_written_meanwhile_is_resized(backend: LmdbBackend) -> None:
+    put(backend, *[(key(number), payload(number, MIB)) for number in range(4)])
+    stop = threading.Event()
+    failures: list[str] = []
+
+    def work(seed: int) -> None:
+        number = 1000 * seed
+        while not stop.is_set():
+            number += 1
+            if put(backend, (key(number), payload(number, MIB))) != [Outcome.OK]:
+                failures.append(f"put {number}")
+            if get(backend, key(number), MIB) != (Outcome.OK, payload(number, MIB)):
+                failures.append(f"get {number}")
+            if get(backend, key(number % 4), MIB) != (Outcome.OK, payload(number % 4, MIB)):
+                failures.append(f"old object in {number}")
+            backend.delete([key(number)])
+
+    threads = [threading.Thread(target=work, args=(seed,)) for seed in (1, 2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for capacity_bytes in (32, 7, 20, 7, 16):
+            backend.resize(capacity_bytes * MIB, floor_bytes=0)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert failures == []
+    assert backend.usage().stored_bytes == 4 * MIB
+
+
+def test_a_capacity_that_the_disk_does_not_have_is_refused_and_nothing_changes(
+    backend: LmdbBackend, directory: Path
+) -> None:
+    with pytest.raises(ConfigError, match="capacity_bytes"):
+        backend.resize(1 << 47, floor_bytes=0)
+    assert (directory / SLAB_NAME).stat().st_size == 16 * MIB
+    assert backend.usage().capacity_bytes == 16 * MIB
+    assert len(fill(backend, range(40))) == 16
+
+
+@pytest.mark.parametrize("full_at", ["slab", "index"])
+def test_a_disk_that_is_full_in_the_middle_of_a_resize_leaves_the_old_size(
+    backend: LmdbBackend, directory: Path, monkeypatch: pytest.MonkeyPatch, full_at: str
+) -> None:
+    def no_space(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "full")
+
+    with monkeypatch.context() as patch:
+        if full_at == "slab":
+            patch.setattr(os, "posix_fallocate", no_space)
+        else:
+            patch.setattr(LmdbEnvironment, "_enlarge", no_space)
+        with pytest.raises((ConfigError, OSError)):
+            backend.resize(3 << 30, floor_bytes=0)
+    assert (directory / SLAB_NAME).stat().st_size == 16 * MIB
+    assert len(fill(backend, range(40))) == 16
+
+
+RESIZE_UNTIL_KILLED = """
+import sys
+from pathlib import Path
+from hicache.backends.lmdb_store import LmdbBackend
+backend = LmdbBackend.open(Path(sys.argv[1]), capacity_bytes=16 << 20)
+print("resizing", flush=True)
+while True:
+    for mib in (40, 8, 24, 16):
+        backend.resize(mib << 20, floor_bytes=0)
+"""
+
+
+def test_a_resize_that_is_killed_leaves_a_store_that_opens_whole(directory: Path) -> None:
+    backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
+    fill(backend, range(16))
+    backend.delete([key(number) for number in range(0, 16, 2)])
+    backend.close()
+    kept = range(1, 16, 2)
+    for _ in range(4):
+        process = subprocess.Popen(
+            [sys.executable, "-c", RESIZE_UNTIL_KILLED, str(directory)], cwd=ROOT, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == "resizing\n"
+        finally:
+            process.kill()
+            process.communicate()
+        backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
+        for number in kept:
+            assert get(backend, key(number), MIB) == (Outcome.OK, payload(number, MIB))
+        assert backend.usage().stored_bytes == 8 * MIB
+        backend.close()

@@ -645,3 +645,35 @@ def test_many_threads_keep_a_store_within_its_bounds(tmp_path: Path, open_backen
     assert usage.stored_bytes <= usage.capacity_bytes
     assert owned(store, TENANT) == (usage.payload_bytes, usage.objects)
     store.close()
+
+
+def test_a_smaller_capacity_evicts_what_was_used_least_recently_and_the_watermarks_follow(rig: Rig) -> None:
+    rig.store.close()
+    rig.open(capacity_bytes=256 * 64 * KIB)
+    rig.put(*range(200))
+    rig.store.lookup([key(0)])
+    rig.store.resize(128 * 64 * KIB)
+    assert rig.store.usage().capacity_bytes == 128 * 64 * KIB
+    assert rig.present(*range(200)) == [0, *range(99, 200)], "down to 0.8"
+    rig.put(*range(200, 300))
+    assert rig.store.usage().stored_bytes <= 128 * 64 * KIB * 0.9
+    rig.store.resize(256 * 64 * KIB)
+    rig.put(*range(300, 420))
+    assert rig.store.usage().stored_bytes > 128 * 64 * KIB
+
+
+def test_a_capacity_below_what_is_leased_or_below_the_largest_object_is_refused_and_the_old_one_stays(rig: Rig) -> None:
+    rig.store.close()
+    rig.open(capacity_bytes=400 * 64 * KIB)
+    rig.put(*range(199))
+    _, lease = rig.store.lookup([key(number) for number in range(199)], lease_s=10.0)
+    with pytest.raises(BackendError, match="more is stored"):
+        rig.store.resize(128 * 64 * KIB)
+    with pytest.raises(ConfigError, match="the largest object"):
+        rig.store.resize(4 * MIB)
+    assert rig.store.usage().capacity_bytes == 400 * 64 * KIB
+    assert rig.present(*range(199)) == list(range(199))
+    assert rig.put(*range(200, 240)) == [Outcome.OK] * 40
+    rig.store.release(lease)
+    rig.store.resize(128 * 64 * KIB)
+    assert rig.store.usage().stored_bytes <= 128 * 64 * KIB * 0.8

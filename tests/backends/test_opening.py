@@ -51,7 +51,7 @@ def test_a_path_that_cannot_be_a_directory_is_a_config_error(tmp_path: Path) -> 
 
 def test_a_store_of_another_kind_is_refused_and_kept(tmp_path: Path) -> None:
     open_backend(f"file://{tmp_path}", capacity_bytes=8 * MIB).close()
-    with pytest.raises(ConfigError, match="of kind lmdb version 1, but it is file version 1"):
+    with pytest.raises(ConfigError, match="of kind lmdb version 2, but it is file version 1"):
         open_backend(f"lmdb://{tmp_path}", capacity_bytes=8 * MIB)
     open_backend(f"file://{tmp_path}", capacity_bytes=8 * MIB).close()
 
@@ -186,7 +186,7 @@ backend.close()
 """
 
 
-@pytest.mark.parametrize(("scheme", "stored"), [("lmdb", range(20, 24)), ("file", range(1))])
+@pytest.mark.parametrize(("scheme", "stored"), [("lmdb", range(24, 25)), ("file", range(1))])
 def test_br_086_a_disk_that_others_fill_costs_puts_and_nothing_else(tmp_path: Path, scheme: str, stored: range) -> None:
     """On a tmpfs of 64 MiB of its own; needs user namespaces, or root."""
     if shutil.which("unshare") is None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import threading
-from array import array
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from numpy.typing import NDArray
 
 from hicache.backends import leases
 from hicache.backends.chunk_ids import ChunkIds
@@ -16,40 +16,22 @@ from hicache.backends.gate import Gate
 from hicache.backends.leases import NO_LEASE, KeyLeases
 from hicache.backends.lmdb_layout import (
     CHUNK_BYTES,
-    CHUNK_PAGES,
-    CHUNK_STORED_BYTES,
-    LMDB_HEADER_BYTES,
     PAGE_BYTES,
     IndexRecord,
     chunk_count,
     decode_record,
-    map_bytes_for,
+    index_map_bytes,
     moving_bytes_for,
-    plan_transactions,
 )
+from hicache.backends.lmdb_space import ChunkSpace, KeyClaims
 from hicache.errors import BackendError
 from tests.backends.payloads import key
 
 
-def test_a_chunk_with_its_header_fills_whole_pages_and_wastes_little_of_common_sizes() -> None:
-    assert CHUNK_BYTES + LMDB_HEADER_BYTES == CHUNK_PAGES * 4096
-    assert CHUNK_STORED_BYTES % PAGE_BYTES == 0
+def test_a_chunk_is_whole_pages_and_common_sizes_waste_nothing() -> None:
+    assert CHUNK_BYTES % PAGE_BYTES == 0
     for exponent in range(16, 27):
-        size = 1 << exponent
-        assert chunk_count(size) * CHUNK_STORED_BYTES <= size * 1.07
-
-
-@given(
-    sizes=st.lists(st.integers(min_value=1, max_value=20 * CHUNK_BYTES), max_size=12),
-    chunks_max=st.integers(min_value=1, max_value=9),
-)
-def test_transactions_are_bounded_and_cover_every_chunk_once_in_order(sizes: list[int], chunks_max: int) -> None:
-    groups = list(plan_transactions(list(enumerate(sizes)), chunks_max=chunks_max))
-    assert all(0 < sum(segment.end - segment.first for segment in group) <= chunks_max for group in groups)
-    segments = [segment for group in groups for segment in group]
-    covered = [(segment.position, number) for segment in segments for number in range(segment.first, segment.end)]
-    assert covered == [(position, number) for position, size in enumerate(sizes) for number in range(chunk_count(size))]
-    assert [segment.position for segment in segments if segment.is_last] == list(range(len(sizes)))
+        assert chunk_count(1 << exponent) * CHUNK_BYTES == 1 << exponent
 
 
 @given(
@@ -62,9 +44,12 @@ def test_transactions_are_bounded_and_cover_every_chunk_once_in_order(sizes: lis
 def test_an_index_record_is_read_back_and_any_damage_shows(
     size: int, checksum: int, used_at_s: float, name: bytes, flip: int
 ) -> None:
-    record = IndexRecord(size, checksum, used_at_s, array("I", range(7, 7 + chunk_count(size))))
+    record = IndexRecord(size, checksum, used_at_s, np.arange(7, 7 + chunk_count(size), dtype=np.uint32))
     raw = record.encode(name)
-    assert decode_record(name, raw) == record
+    read = decode_record(name, raw)
+    assert read is not None
+    assert (read.size_bytes, read.checksum, read.used_at_s) == (size, checksum, used_at_s)
+    assert read.chunk_ids.tolist() == record.chunk_ids.tolist()
     assert decode_record(name + b"x", raw) is None
     position = flip % len(raw)
     assert decode_record(name, raw[:position] + bytes([raw[position] ^ 0x40]) + raw[position + 1 :]) is None
@@ -72,44 +57,96 @@ def test_an_index_record_is_read_back_and_any_damage_shows(
     assert decode_record(name, b"") is None
 
 
-def test_a_map_is_larger_than_its_chunks_by_what_moving_and_indexing_need() -> None:
+def test_a_map_has_room_for_its_index_and_what_moves() -> None:
     for chunks_max in (1, 100, 10_000, 1_000_000):
-        spare = map_bytes_for(chunks_max) - chunks_max * CHUNK_STORED_BYTES
-        assert 16 << 20 <= spare <= (257 << 20) + chunks_max * 600
+        assert 16 << 20 <= index_map_bytes(chunks_max) <= (257 << 20) + chunks_max * 600
     assert moving_bytes_for(0) == 16 << 20
     assert moving_bytes_for(1 << 50) == 256 << 20
 
 
-@given(steps=st.lists(st.tuples(st.booleans(), st.integers(min_value=0, max_value=9)), max_size=60))
-def test_chunk_ids_are_never_out_twice_and_never_beyond_the_limit(steps: list[tuple[bool, int]]) -> None:
-    ids = ChunkIds(40, used=np.array([3, 5, 11], dtype=np.uint32))
-    out = [array("I", [3]), array("I", [5, 11])]
-    for is_allocation, count in steps:
-        if is_allocation:
+def chunk_array(*ids: int) -> NDArray[np.uint32]:
+    return np.array(ids, dtype=np.uint32)
+
+
+@given(
+    steps=st.lists(
+        st.tuples(st.sampled_from(["allocate", "release", "end"]), st.integers(min_value=0, max_value=9)), max_size=60
+    )
+)
+def test_chunk_ids_are_never_out_twice_and_never_beyond_the_limits(steps: list[tuple[str, int]]) -> None:
+    ids = ChunkIds(40, end=50, used=chunk_array(3, 5, 11))
+    out = [chunk_array(3), chunk_array(5, 11)]
+    for step, count in steps:
+        if step == "allocate":
             got = ids.allocate(count)
-            assert (got is None) == (sum(map(len, out)) + count > 40)
+            fits = sum(map(len, out)) + count <= 40
+            assert got is None or (fits and (got < ids.end).all())
             out += [] if got is None else [got]
+        elif step == "end":
+            ids.set_end(20 + 4 * count)
         elif out:
             ids.release(out.pop(count % len(out)))
-        flat = [chunk_id for group in out for chunk_id in group]
+        flat = [chunk_id for group in out for chunk_id in group.tolist()]
         assert len(set(flat)) == len(flat) == ids.used_count
-        assert all(chunk_id < 40 for chunk_id in flat)
+        assert ids.used_end == max(flat, default=-1) + 1
+    for group in out:
+        ids.release(group)
+    ids.set_end(40)
+    everything = ids.allocate(40)
+    assert everything is not None
+    assert sorted(everything.tolist()) == list(range(40))
 
 
 def test_chunk_ids_that_were_given_back_last_are_used_first() -> None:
-    ids = ChunkIds(10, used=np.array([], dtype=np.uint32))
+    ids = ChunkIds(10, end=10, used=chunk_array())
     first = ids.allocate(3)
     assert first is not None
     ids.release(first)
-    assert ids.allocate(4) == array("I", [0, 1, 2, 3])
+    again = ids.allocate(4)
+    assert again is not None
+    assert again.tolist() == [0, 1, 2, 3]
     assert ids.allocate(7) is None
 
 
 def test_a_store_with_more_chunks_than_its_limit_gives_none_until_enough_are_back() -> None:
-    ids = ChunkIds(2, used=np.arange(4, dtype=np.uint32))
+    ids = ChunkIds(2, end=4, used=chunk_array(0, 1, 2, 3))
     assert ids.allocate(1) is None
-    ids.release(array("I", [0, 1, 2]))
+    ids.release(chunk_array(0, 1, 2))
     assert ids.allocate(1) is not None
+
+
+def test_chunks_of_what_is_removed_while_it_is_read_are_free_when_the_last_reader_is_done() -> None:
+    space = ChunkSpace(ChunkIds(4, end=4, used=chunk_array(0, 1)), capacity_bytes=1, objects=2, payload_bytes=2)
+    with space.reading([b"a", b"c"]):
+        with space.reading([b"a"]):
+            space.removed(b"a", 1, chunk_array(0))
+            space.removed(b"b", 1, chunk_array(1))
+        assert space.usage().objects == 0
+        [other] = space.allocate([3])
+        assert other is not None
+        assert 0 not in other
+        assert space.allocate([1]) == [None]
+    [freed] = space.allocate([1])
+    assert freed is not None
+    assert freed.tolist() == [0]
+
+
+def test_a_claim_waits_for_another_one_with_a_common_key_only() -> None:
+    claims = KeyClaims()
+    entered = threading.Event()
+
+    def enter() -> None:
+        with claims.of([b"b", b"c"]):
+            entered.set()
+
+    with claims.of([b"a", b"b"]):
+        with claims.of([b"c"]):
+            pass
+        other = threading.Thread(target=enter)
+        other.start()
+        assert not entered.wait(0.05)
+    other.join()
+    assert entered.is_set()
 
 
 def test_leases_of_one_key_are_counted() -> None:

@@ -38,7 +38,7 @@ def settings_in(folder: Path, **overrides: object) -> dict[str, object]:
 
 
 def flags_of(settings: dict[str, object]) -> list[str]:
-    return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
+    return [f"--{name.replace('_', '-')}={value}" for name, value in settings.items() if value is not None]
 
 
 def wait_until(condition: Callable[[], bool], *, what: str, within_s: float = START_S) -> None:

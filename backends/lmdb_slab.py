@@ -1,0 +1,114 @@
+"""The file that holds the payloads of an LMDB store: equal chunks, mapped, with all its blocks allocated."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hicache.backends.lmdb_layout import CHUNK_BYTES, ChunkIdArray
+from hicache.backends.space import take_space
+from hicache.checksum import payload_hasher
+from hicache.errors import BackendError
+
+SLAB_NAME = "chunks.slab"
+PIECE_CHUNKS = 16  # copied in one call without the GIL, and then hashed while it is in the cache of the core
+
+Bytes: TypeAlias = NDArray[np.uint8]
+
+
+class Slab:
+    """Moves payloads between memory and chunks. Thread-safe; who may touch which chunk is the caller's to know.
+
+    A slab that was resized is mapped anew, and what runs meanwhile keeps the mapping that it began with.
+    """
+
+    def __init__(self, path: Path, *, chunks: int, capacity_bytes: int) -> None:
+        """Opens or makes the file with at least so many chunks.
+
+        Raises ConfigError when there is no room, BackendError when it cannot be mapped.
+        """
+        self.path = path
+        before_bytes = path.stat().st_size if path.exists() else 0
+        path.touch(mode=0o600)
+        self.chunks = max(chunks, before_bytes // CHUNK_BYTES)
+        take_space(path, self.chunks * CHUNK_BYTES, capacity_bytes=capacity_bytes, restore_bytes=before_bytes)
+        self._mapped = _map(path, self.chunks)
+
+    def write(self, key: bytes, payload: memoryview, chunk_ids: ChunkIdArray) -> int:
+        """Store a payload in these chunks; returns its checksum."""
+        mapped, hasher = self._mapped, payload_hasher(key)
+        source: Bytes = np.frombuffer(payload, dtype=np.uint8)
+        for start in range(0, len(chunk_ids), PIECE_CHUNKS):
+            piece = source[start * CHUNK_BYTES : (start + PIECE_CHUNKS) * CHUNK_BYTES]
+            hasher.update(piece.data)
+            whole, tail_bytes = divmod(len(piece), CHUNK_BYTES)
+            ids = chunk_ids[start : start + PIECE_CHUNKS]
+            if whole:
+                mapped[ids[:whole]] = piece[: whole * CHUNK_BYTES].reshape(whole, CHUNK_BYTES)
+            if tail_bytes:
+                mapped[ids[whole], :tail_bytes] = piece[whole * CHUNK_BYTES :]
+        return hasher.intdigest()
+
+    def read(self, key: bytes, target: memoryview, chunk_ids: ChunkIdArray) -> int:
+        """Fill ``target`` from these chunks; returns the checksum of what is there then. Ids that are none read others:
+        only a payload that verifies is one."""
+        mapped, hasher = self._mapped, payload_hasher(key)
+        filled: Bytes = np.frombuffer(target, dtype=np.uint8)
+        for start in range(0, len(chunk_ids), PIECE_CHUNKS):
+            piece = filled[start * CHUNK_BYTES : (start + PIECE_CHUNKS) * CHUNK_BYTES]
+            whole, tail_bytes = divmod(len(piece), CHUNK_BYTES)
+            ids = chunk_ids[start : start + PIECE_CHUNKS]
+            if whole:  # mode clip, since raise copies twice
+                out = piece[: whole * CHUNK_BYTES].reshape(whole, CHUNK_BYTES)
+                np.take(mapped, ids[:whole], axis=0, out=out, mode="clip")
+            if tail_bytes:
+                piece[whole * CHUNK_BYTES :] = mapped[min(ids[whole], len(mapped) - 1), :tail_bytes]
+            hasher.update(piece.data)
+        return hasher.intdigest()
+
+    def move(self, chunk_ids: ChunkIdArray, to_ids: ChunkIdArray) -> None:
+        """Copy chunks to others."""
+        mapped = self._mapped
+        for start in range(0, len(chunk_ids), PIECE_CHUNKS):
+            piece = slice(start, start + PIECE_CHUNKS)
+            mapped[to_ids[piece]] = mapped[chunk_ids[piece]]
+
+    def grow(self, chunks: int, *, capacity_bytes: int) -> None:
+        """More chunks. Raises as when it was opened, and changes nothing then."""
+        size_bytes = chunks * CHUNK_BYTES
+        before_bytes = self.chunks * CHUNK_BYTES
+        take_space(self.path, size_bytes, capacity_bytes=capacity_bytes, restore_bytes=before_bytes)
+        try:
+            self._mapped = _map(self.path, chunks)
+        except BackendError:
+            os.truncate(self.path, before_bytes)
+            raise
+        self.chunks = chunks
+
+    def cut(self, chunks: int) -> None:
+        """Give the space of the last chunks back. Nobody may touch them from here on."""
+        self._mapped = _map(self.path, chunks)
+        self.chunks = chunks
+        os.truncate(self.path, chunks * CHUNK_BYTES)
+
+    def close(self) -> None:
+        """Unmap. Nobody may be inside."""
+        self._mapped = np.empty((0, CHUNK_BYTES), dtype=np.uint8)
+
+
+def _map(path: Path, chunks: int) -> Bytes:
+    size_bytes = chunks * CHUNK_BYTES
+    fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    try:
+        mapping = mmap.mmap(fd, size_bytes)
+    except OSError as error:
+        advice = f"it needs {size_bytes} bytes of address space (ulimit -v, LimitAS); nothing stored was touched"
+        raise BackendError(f"{path} cannot be mapped: {error}; {advice}") from error
+    finally:
+        os.close(fd)
+    return np.frombuffer(mapping, dtype=np.uint8).reshape(chunks, CHUNK_BYTES)  # keeps the mapping open as it is used

@@ -1,0 +1,149 @@
+"""What the threads of an open LMDB store must know of each other: who writes which key, and which chunks are free."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from hicache.backends.base import Usage
+from hicache.backends.chunk_ids import ChunkIds
+from hicache.backends.lmdb_layout import CHUNK_BYTES, ChunkIdArray
+
+
+class KeyClaims:
+    """One put at a time of each key, so that no payload is copied twice. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Condition()
+        self._claimed: set[bytes] = set()
+
+    @contextmanager
+    def of(self, keys: Sequence[bytes]) -> Iterator[None]:
+        """Inside, nobody else is there with any of these keys; waits for who is."""
+        with self._lock:
+            self._lock.wait_for(lambda: self._claimed.isdisjoint(keys))
+            self._claimed.update(keys)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._claimed.difference_update(keys)
+                self._lock.notify_all()
+
+
+@dataclass(slots=True)
+class _Content:
+    objects: int
+    payload_bytes: int
+
+
+class ChunkSpace:
+    """Thread-safe. What ``usage`` tells is equal to the committed index, plus the chunks of puts in progress.
+
+    A chunk is free when no committed index record names it and no get that may have seen such a record is under way.
+    Only free chunks are written to. A get that is stuck keeps the chunks of its own keys, and no others.
+    """
+
+    def __init__(self, ids: ChunkIds, *, capacity_bytes: int, objects: int, payload_bytes: int) -> None:
+        self._lock = threading.Condition()
+        self._ids = ids
+        self._capacity_bytes = capacity_bytes
+        self._content = _Content(objects, payload_bytes)
+        self._readers: Counter[bytes] = Counter()
+        self._unread: dict[bytes, list[ChunkIdArray]] = {}  # removed while being read: free when the readers are done
+
+    @contextmanager
+    def reading(self, keys: Sequence[bytes]) -> Iterator[None]:
+        """Inside, the chunks that these keys have are not written to. Enter before looking the keys up."""
+        with self._lock:
+            self._readers.update(keys)
+        try:
+            yield
+        finally:
+            with self._lock:
+                for key in keys:
+                    self._end_reading(key)
+
+    def _end_reading(self, key: bytes) -> None:
+        self._readers[key] -= 1
+        if self._readers[key]:
+            return
+        del self._readers[key]
+        for chunk_ids in self._unread.pop(key, ()):
+            self._release(chunk_ids)
+
+    def _release(self, chunk_ids: ChunkIdArray) -> None:
+        self._ids.release(chunk_ids)
+        self._lock.notify_all()
+
+    def allocate(self, counts: Sequence[int]) -> list[ChunkIdArray | None]:
+        """Chunks for each of some objects, None where they do not fit: to be written, then ``added`` or ``give_up``."""
+        with self._lock:
+            return [self._ids.allocate(count) for count in counts]
+
+    def allocate_to_move(self, count: int) -> ChunkIdArray | None:
+        """Chunks for what gives up as many: they may exceed the capacity until then."""
+        with self._lock:
+            return self._ids.allocate(count, beyond_max=True)
+
+    def give_up(self, allocated: Sequence[ChunkIdArray]) -> None:
+        """Take chunks back that no record has ever named."""
+        with self._lock:
+            for chunk_ids in allocated:
+                self._release(chunk_ids)
+
+    def added(self, sizes_bytes: Sequence[int]) -> None:
+        """Objects of these payloads are in the committed index."""
+        with self._lock:
+            self._content.objects += len(sizes_bytes)
+            self._content.payload_bytes += sum(sizes_bytes)
+
+    def removed(self, key: bytes, size_bytes: int, chunk_ids: ChunkIdArray) -> None:
+        """An object is no longer in the committed index."""
+        with self._lock:
+            self._content.objects -= 1
+            self._content.payload_bytes -= size_bytes
+            self._free_unless_read(key, chunk_ids)
+
+    def lost(self) -> None:
+        """An object whose chunks nobody knows is no longer in the committed index."""
+        with self._lock:
+            self._content.objects -= 1
+
+    def moved(self, key: bytes, chunk_ids: ChunkIdArray) -> None:
+        """The committed record of ``key`` names other chunks than these."""
+        with self._lock:
+            self._free_unless_read(key, chunk_ids)
+
+    def _free_unless_read(self, key: bytes, chunk_ids: ChunkIdArray) -> None:
+        if key in self._readers:
+            self._unread.setdefault(key, []).append(chunk_ids)
+        else:
+            self._release(chunk_ids)
+
+    def usage(self) -> Usage:
+        """See ``Backend.usage``."""
+        with self._lock:
+            stored_bytes = self._ids.used_count * CHUNK_BYTES
+            return Usage(self._content.objects, self._content.payload_bytes, stored_bytes, self._capacity_bytes)
+
+    @property
+    def used_end(self) -> int:
+        """Every chunk in use is below this."""
+        with self._lock:
+            return self._ids.used_end
+
+    def limit(self, capacity_bytes: int, *, end: int) -> None:
+        """Hand out as many chunks as fit, all below ``end``. Those that are out stay out."""
+        with self._lock:
+            self._capacity_bytes = capacity_bytes
+            self._ids.chunks_max = capacity_bytes // CHUNK_BYTES
+            self._ids.set_end(end)
+
+    def wait_until_unused(self, *, end: int, timeout_s: float) -> bool:
+        """Whether no chunk from ``end`` on is in use, or comes out of use in time."""
+        with self._lock:
+            return self._lock.wait_for(lambda: self._ids.used_end <= end, timeout_s)

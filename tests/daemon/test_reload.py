@@ -1,0 +1,49 @@
+"""SIGHUP gives the store the capacity of the configuration file, while it serves."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hicache.outcome import Outcome
+from tests.daemon.client import Client, object_key, payload_of
+from tests.daemon.rig import DaemonProcess, wait_until
+
+MIB = 1 << 20
+KEYS = [object_key(number) for number in range(40)]
+Start = Callable[..., DaemonProcess]
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "file"])
+def test_a_changed_capacity_is_taken_at_sighup_and_a_wrong_one_is_not(start: Start, folder: Path, backend: str) -> None:
+    settings = folder / "hicached.toml"
+    settings.write_text('capacity_bytes = "24MiB"\nobject_bytes_max = "2MiB"\n')
+    daemon = start(config=str(settings), capacity_bytes=None, backend=backend)
+
+    def resize(text: str, expected_mib: int) -> None:
+        settings.write_text(f'capacity_bytes = "{text}"\nobject_bytes_max = "2MiB"\n')
+        lines = daemon.log.count("the capacity")
+        daemon.process.send_signal(signal.SIGHUP)
+        wait_until(lambda: daemon.log.count("the capacity") > lines, what="SIGHUP is answered in the log")
+        assert client.stats().capacity_bytes == expected_mib * MIB
+
+    with Client(daemon.target) as client:
+        payloads = [payload_of(number, MIB) for number in range(40)]
+        client.put_stream(KEYS[:16], payloads[:16])
+        resize("48MiB", 48)
+        assert client.put_stream(KEYS[16:], payloads[16:]) == [Outcome.OK] * 24
+        assert client.get_stream(KEYS, [MIB] * 40) == payloads
+        resize("12MiB", 12)
+        found = client.get_stream(KEYS, [MIB] * 40)
+        kept = [number for number, content in enumerate(found) if content is not Outcome.ABSENT]
+        assert len(kept) in (9, 10), "down to the low watermark"
+        assert client.get_stream([KEYS[number] for number in kept], [MIB] * len(kept)) == [
+            payloads[number] for number in kept
+        ]
+        resize("1MiB", 12)
+        assert "expected" in daemon.log
+        resize("1000000TiB" if backend == "file" else "100TiB", 12)
+    assert daemon.process.poll() is None
