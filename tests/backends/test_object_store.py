@@ -650,7 +650,8 @@ def test_many_threads_keep_a_store_within_its_bounds(tmp_path: Path, open_backen
 def test_a_smaller_capacity_evicts_what_was_used_least_recently_and_the_watermarks_follow(rig: Rig) -> None:
     rig.store.close()
     rig.open(capacity_bytes=256 * 64 * KIB)
-    rig.put(*range(200))
+    for number in range(200):
+        rig.put(number)
     rig.store.lookup([key(0)])
     rig.store.resize(128 * 64 * KIB)
     assert rig.store.usage().capacity_bytes == 128 * 64 * KIB
