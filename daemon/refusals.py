@@ -17,7 +17,7 @@ STATUS_OF = {
     RefusalCode.TOO_MANY_SESSIONS: grpc.StatusCode.RESOURCE_EXHAUSTED,
     RefusalCode.TOO_MANY_CALLS: grpc.StatusCode.RESOURCE_EXHAUSTED,
     RefusalCode.UNKNOWN_REGION: grpc.StatusCode.FAILED_PRECONDITION,
-    RefusalCode.BAD_FRAME: grpc.StatusCode.INVALID_ARGUMENT,
+    RefusalCode.BAD_STREAM: grpc.StatusCode.INVALID_ARGUMENT,
     RefusalCode.SHUTTING_DOWN: grpc.StatusCode.UNAVAILABLE,
 }
 
