@@ -25,7 +25,7 @@ from hicache.wire.protocol import pack_keys
 TIMEOUT_MS_MAX = 2**32 - 1
 
 
-class _Nonsense(Exception):
+class Nonsense(Exception):
     """What comes makes no sense: no object without an outcome can trust it."""
 
 
@@ -67,7 +67,7 @@ def _move(
         return refusal_fault(str(refusal)) or Fault(FaultKind.LOST, "BULK_REFUSED", str(refusal))
     except BulkClosed:
         return NEVER_SENT
-    except _Nonsense:
+    except Nonsense:
         outcomes[:] = [Outcome.IO_ERROR if outcome is None else outcome for outcome in outcomes]
     return None
 
@@ -88,13 +88,13 @@ class ObjectStream:
         self._tail = memoryview(bytearray(BULK_CHECKSUM.size + BULK_OBJECT.size))
 
     def get(self, outcomes: list[Outcome | None]) -> None:
-        """Fills in ``outcomes`` one by one. Raises what links raise, and _Nonsense."""
+        """Fills in ``outcomes`` one by one. Raises what links raise, and Nonsense."""
         self._request(BulkKind.GET)
         self._receive(self._header)
         for number in range(len(self._items)):
             index, raw_outcome = BULK_OBJECT.unpack(self._header)
             if index >= len(self._items) or outcomes[index] is not None:
-                raise _Nonsense
+                raise Nonsense
             is_last = number + 1 == len(self._items)
             outcome = decode_outcome(raw_outcome)
             if outcome is Outcome.OK:
