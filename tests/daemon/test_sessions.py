@@ -241,6 +241,7 @@ def test_br_056_a_stream_that_its_client_gives_up_ends_on_the_daemon(start_threa
                 client.channel.close()
                 with pytest.raises(ConnectionError):
                     bulk.receive(8 << 20)
+                bulk.close()
 
         wait_until(lambda: daemon.metric("hicache_calls_active", method="GetStream") == 0, what="no stream is left")
         wait_until(lambda: daemon.metric("hicache_inflight_bytes") == 0, what="all bytes are given back")
