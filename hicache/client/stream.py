@@ -84,25 +84,21 @@ class ObjectStream:
         self._memory = memory
         self._items = items
         self._transfer = transfer
-        self._header = memoryview(bytearray(BULK_OBJECT.size))
-        self._tail = memoryview(bytearray(BULK_CHECKSUM.size + BULK_OBJECT.size))
+        self._checksum = memoryview(bytearray(BULK_CHECKSUM.size))
 
     def get(self, outcomes: list[Outcome | None]) -> None:
         """Fills in ``outcomes`` one by one. Raises what links raise, and Nonsense."""
         self._request(BulkKind.GET)
-        self._receive(self._header)
-        for number in range(len(self._items)):
-            index, raw_outcome = BULK_OBJECT.unpack(self._header)
+        for _ in self._items:
+            index, raw_outcome = BULK_OBJECT.unpack(self._receive_bytes(BULK_OBJECT.size))
             if index >= len(self._items) or outcomes[index] is not None:
                 raise Nonsense
-            is_last = number + 1 == len(self._items)
             outcome = decode_outcome(raw_outcome)
             if outcome is Outcome.OK:
-                outcomes[index] = self._receive_payload(self._items[index], is_last=is_last)
-                continue
-            outcomes[index] = Outcome.IO_ERROR if outcome.is_ok else outcome
-            if not is_last:
-                self._receive(self._header)
+                outcome = self._receive_payload(self._items[index])
+            elif outcome.is_ok:
+                outcome = Outcome.IO_ERROR
+            outcomes[index] = outcome
 
     def put(self, outcomes: list[Outcome | None]) -> None:
         """Sends what hicached does not have yet: a present object costs one key, not its bytes. Raises as ``get``."""
@@ -126,21 +122,18 @@ class ObjectStream:
         self._link.send(b"".join((header, keys, sizes)), left_s=self._left_s)
         self._link.receive_status(left_s=self._left_s)
 
-    def _receive_payload(self, item: L3Item, *, is_last: bool) -> Outcome:
-        """Takes the next header along, unless this is the last object."""
+    def _receive_payload(self, item: L3Item) -> Outcome:
         hasher = payload_hasher(item.key)
-        tail = self._tail[: BULK_CHECKSUM.size] if is_last else self._tail
         for start in range(0, item.size_bytes, BULK_PIECE_BYTES):
             end = min(start + BULK_PIECE_BYTES, item.size_bytes)
             with self._memory[item.offset + start : item.offset + end] as piece:
                 if end == item.size_bytes:
-                    self._receive(piece, tail)
+                    self._receive(piece, self._checksum)
                 else:
                     self._receive(piece)
                 hasher.update(piece)
-        [checksum] = BULK_CHECKSUM.unpack_from(tail)
-        self._header[:] = self._tail[BULK_CHECKSUM.size :]
-        return Outcome.OK if hasher.intdigest() == checksum else Outcome.IO_ERROR
+        is_right = BULK_CHECKSUM.pack(hasher.intdigest()) == self._checksum
+        return Outcome.OK if is_right else Outcome.IO_ERROR
 
     def _send_payload(self, item: L3Item) -> None:
         hasher = payload_hasher(item.key)
