@@ -58,8 +58,9 @@ class BulkCalls:
         self._staging = Staging(idle_bytes_max=config.inflight_bytes_max // IDLE_STAGING_SHARE)
 
     def serve(self, connection: BulkConnection, session: Session) -> None:
-        """Serves ``connection`` until it is over, and closes it. Blocking."""
+        """Welcomes ``connection``, serves it until it is over, and closes it. Blocking."""
         try:
+            connection.send([BULK_ACCEPTED])
             while True:
                 self._serve_call(connection, session)
         except ConnectionOver:

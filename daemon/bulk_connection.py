@@ -48,10 +48,11 @@ class BulkConnection:
     def __init__(self, connection: socket.socket) -> None:
         """Takes ``connection`` over."""
         connection.setblocking(True)
-        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
-            connection.setsockopt(socket.SOL_SOCKET, option, BULK_SOCKET_BUFFER_BYTES)
-        if connection.family != socket.AF_UNIX:
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # it broke already: whoever uses it finds out
+            for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+                connection.setsockopt(socket.SOL_SOCKET, option, BULK_SOCKET_BUFFER_BYTES)
+            if connection.family != socket.AF_UNIX:
+                connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
         self._lock = threading.Lock()  # between ``end`` and ``close``: the number of a closed descriptor is another's
         self._over: Future[None] = Future()

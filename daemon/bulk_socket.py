@@ -16,7 +16,7 @@ from hicache.daemon.bulk_connection import BulkConnection
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session, Sessions
 from hicache.notices import Notices
-from hicache.wire.bulk import BULK_ACCEPTED, BULK_HELLO, BULK_MAGIC
+from hicache.wire.bulk import BULK_HELLO, BULK_MAGIC
 from hicache.wire.protocol import RefusalCode
 
 WATCH_S = 0.1  # how often connections are looked at
@@ -80,8 +80,6 @@ class BulkSocket:
             self._notices.warning("refused", "a bulk connection was refused: %s", refusal)
             await _say(connection, refused(refusal))
             return
-        if not await _say(connection, BULK_ACCEPTED):
-            return
         bulk = BulkConnection(socket.socket(fileno=connection.detach()))
         session.connect(bulk)
 
@@ -90,7 +88,12 @@ class BulkSocket:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
                 loop.call_soon_threadsafe(session.disconnect, bulk)
 
-        threading.Thread(target=serve, name="hicached-bulk", daemon=True).start()
+        try:
+            threading.Thread(target=serve, name="hicached-bulk", daemon=True).start()
+        except BaseException:
+            session.disconnect(bulk)
+            bulk.close()
+            raise
 
     async def _session_of(self, connection: socket.socket) -> Session:
         """The session that the connection's hello names. Raises Refusal."""
@@ -123,11 +126,8 @@ async def _receive_hello(connection: socket.socket) -> bytes:
     return received
 
 
-async def _say(connection: socket.socket, answer: bytes) -> bool:
-    """Sends a few bytes. False: the client has gone, or does not read."""
-    try:
+async def _say(connection: socket.socket, answer: bytes) -> None:
+    """Sends a few bytes. A client that has gone, or does not read, misses them."""
+    with contextlib.suppress(OSError, TimeoutError):
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             await asyncio.get_running_loop().sock_sendall(connection, answer)
-    except (OSError, TimeoutError):
-        return False
-    return True

@@ -21,7 +21,7 @@ from enum import IntEnum
 from hicache.wire.protocol import SECRET_BYTES
 
 BULK_CONNECTIONS_PER_SESSION_MAX = 8
-BULK_PIECE_BYTES = 256 * 1024  # hashed while it is in the cache, then sent; or received, then hashed
+BULK_PIECE_BYTES = 512 * 1024  # hashed while it is in the cache, then sent; or received, then hashed
 BULK_SOCKET_BUFFER_BYTES = 2 * 1024 * 1024  # asked for at either end; the system may allow less
 
 BULK_HELLO = struct.Struct(f"<8s{SECRET_BYTES}s")  # BULK_MAGIC, session secret

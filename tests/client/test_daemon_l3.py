@@ -577,6 +577,16 @@ def test_a_refused_bulk_connection_is_a_refusal_of_the_call(folder: Path, new_cl
     daemon.stop()
 
 
+def test_a_probe_says_that_the_bulk_socket_is_out_of_reach(folder: Path, new_client: ClientFactory) -> None:
+    daemon, client = stream_client(folder, new_client)
+    assert client.probe(timeout_s=5).bulk == "stream"
+    os.unlink(daemon.bulk_path)
+    report = client.probe(timeout_s=5)
+    assert (report.is_ok, report.code) == (False, "BULK_LOST")
+    assert "bulk socket" in report.detail
+    daemon.stop()
+
+
 def test_close_ends_a_stream_that_runs(folder: Path, new_client: ClientFactory) -> None:
     daemon, client = stream_client(folder, new_client)
     items = objects_of(daemon, 1)
