@@ -537,32 +537,32 @@ def test_streams_that_are_given_up_end_at_the_daemon_too_and_leave_nothing_here(
 def test_calls_share_a_bounded_number_of_connections(folder: Path, new_client: ClientFactory) -> None:
     daemon, client = stream_client(folder, new_client)
     items = objects_of(daemon, 1)
-    most = [0]
-    release = threading.Event()
-
-    def look() -> bool:
-        most[0] = max(most[0], len(daemon.bulk_connections))
-        return release.wait(30)
-
-    daemon.faults.objects_end = look
-    release.set()
     for _ in range(3):
         assert get(client, items) == [Outcome.OK]
-    assert most == [1], "one connection serves one call after another"
-    release.clear()
+    assert len(daemon.bulk_connections) == 1, "one connection serves one call after another"
+    release = threading.Event()
+
+    def end_the_connection() -> bool:
+        release.wait(30)
+        return False
+
     daemon.faults.objects = lambda objects: []  # nothing comes: every connection stays in use
-    answers = [Answer() for _ in range(BULK_CONNECTIONS_PER_SESSION_MAX + 4)]
+    daemon.faults.objects_end = end_the_connection
+    answers = [Answer() for _ in range(BULK_CONNECTIONS_PER_SESSION_MAX)]
     callers = [
-        threading.Thread(target=client.get, args=(items,), kwargs={"timeout_s": 1.0, "done": answer})
+        threading.Thread(target=client.get, args=(items,), kwargs={"timeout_s": 30.0, "done": answer})
         for answer in answers
     ]
     for caller in callers:
         caller.start()
+    wait_until(lambda: len(daemon.requests["get_stream"]) == 3 + len(answers), what="all of them are asked")
+    assert get(client, items, timeout_s=0.2) == [Outcome.DEADLINE], "it waited for a connection"
+    assert len(daemon.bulk_connections) == BULK_CONNECTIONS_PER_SESSION_MAX
+    assert len(daemon.requests["get_stream"]) == 3 + len(answers)
+    release.set()
     for caller in callers:
         caller.join()
-    assert [answer.wait() for answer in answers] == [[Outcome.DEADLINE]] * len(answers)
-    assert most == [BULK_CONNECTIONS_PER_SESSION_MAX]
-    release.set()
+    assert [answer.wait() for answer in answers] == [[Outcome.UNAVAILABLE]] * len(answers)
     daemon.stop()
 
 
