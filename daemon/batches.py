@@ -61,9 +61,14 @@ def read_keys(packed: bytes, key_bytes: int, config: DaemonConfig) -> PackedKeys
         count = count_keys(packed, key_bytes)
     except ValueError as error:
         raise Refusal(RefusalCode.MALFORMED, str(error)) from error
+    check_key_count(count, config)
+    return PackedKeys(packed, key_bytes, count)
+
+
+def check_key_count(count: int, config: DaemonConfig) -> None:
+    """Raises Refusal(BATCH_TOO_LARGE)."""
     if count > config.batch_keys_max:
         raise Refusal(RefusalCode.BATCH_TOO_LARGE, f"{count} keys: batch_keys_max is {config.batch_keys_max}")
-    return PackedKeys(packed, key_bytes, count)
 
 
 def read_transfer(
@@ -87,19 +92,11 @@ def read_transfer(
     return batch
 
 
-def read_stream_get(
-    request: pb.StreamGetRequest, keys: PackedKeys, session: Session, config: DaemonConfig
-) -> Steps[Batch]:
-    """The objects of a GetStream; offsets mean nothing. Raises as ``read_transfer``."""
-    if keys.count != len(request.sizes):
-        raise Refusal(RefusalCode.MALFORMED, f"{keys.count} keys and {len(request.sizes)} sizes: expected as many")
-    batch = Batch([], [Outcome.OK] * keys.count)
-    for start in keys.slice_starts:
-        if start:
-            yield
-        sizes = request.sizes[start : start + SLICE_KEYS]
-        physical = keys.physical(start, session)
-        _read_slice(batch, start, physical, [0] * len(physical), sizes, config.object_bytes_max, config)
+def read_bulk(keys: Sequence[bytes], sizes: Sequence[int], session: Session, config: DaemonConfig) -> Batch:
+    """The objects of a call on the bulk socket; offsets mean nothing. Raises as ``read_transfer``."""
+    batch = Batch([], [Outcome.OK] * len(keys))
+    physical = [session.physical_key(key) for key in keys]
+    _read_slice(batch, 0, physical, [0] * len(keys), sizes, config.object_bytes_max, config)
     _check_total(batch, session, config)
     return batch
 

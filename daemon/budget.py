@@ -1,11 +1,16 @@
-"""Bounds on the payload that is being moved: of one session, of one tenant, and of all together."""
+"""Bounds on the payload that is being moved: of one session, of one tenant, and of all together. Thread-safe."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
 
 from hicache.daemon.tenants import Tenant
+
+Granted = Future[None]
 
 
 class InflightBudgets:
@@ -18,7 +23,7 @@ class InflightBudgets:
         self._by_tenant: dict[Tenant, ByteBudget] = {}  # at most one for each line of the tenants file
 
     def of_session(self, tenant: Tenant) -> ByteBudget:
-        """A new session's budget."""
+        """A new session's budget. Event loop only."""
         if tenant not in self._by_tenant:
             self._by_tenant[tenant] = ByteBudget(self._tenant_bytes, parent=self.total)
         return ByteBudget(self.session_bytes, parent=self._by_tenant[tenant])
@@ -30,7 +35,7 @@ class InflightBudgets:
 
 
 class ByteBudget:
-    """Hands out bytes first come first served; who asks for more than is free waits. Event loop only.
+    """Hands out bytes first come first served; who asks for more than is free waits.
 
     A share of a ``parent`` budget is taken with each acquisition: first the own bytes, then the parent's.
     """
@@ -39,36 +44,50 @@ class ByteBudget:
         self.limit_bytes = limit_bytes
         self.used_bytes = 0
         self._parent = parent
-        self._waiting: deque[tuple[int, asyncio.Future[None]]] = deque()
+        self._lock: threading.RLock = threading.RLock() if parent is None else parent._lock
+        self._waiting: deque[tuple[int, Granted]] = deque()
 
     def try_acquire(self, size_bytes: int, *, spare_bytes: int = 0) -> Ticket | None:
         """A ticket if the bytes are free now, here and in every parent, with ``spare_bytes`` to spare, and nobody waits
         for some; else None.
         """
-        if not self._fits(size_bytes + spare_bytes):
-            return None
-        if self._parent is None:
+        with self._lock:
+            if not self._fits(size_bytes + spare_bytes):
+                return None
+            parent_ticket = None
+            if self._parent is not None:
+                parent_ticket = self._parent.try_acquire(size_bytes, spare_bytes=spare_bytes)
+                if parent_ticket is None:
+                    return None
             self.used_bytes += size_bytes
-            return Ticket(self, size_bytes)
-        ticket = self._parent.try_acquire(size_bytes, spare_bytes=spare_bytes)
-        if ticket is None:
-            return None
-        self.used_bytes += size_bytes
-        return Ticket(self, size_bytes, ticket)
+            return Ticket(self, size_bytes, parent_ticket)
 
     async def acquire(self, size_bytes: int, *, deadline: float) -> Ticket:
         """Waits for the bytes until ``deadline`` (of the event loop's clock), then raises TimeoutError."""
-        assert size_bytes <= self.limit_bytes, "checked against the configuration before"
         async with asyncio.timeout_at(deadline):
-            await self._take(size_bytes)
-            if self._parent is None:
-                return Ticket(self, size_bytes)
+            taking = self._take(size_bytes)
             try:
-                ticket = await self._parent.acquire(size_bytes, deadline=deadline)
-            except BaseException:
-                self.give_back(size_bytes)
-                raise
-            return Ticket(self, size_bytes, ticket)
+                while True:
+                    granted = next(taking)
+                    try:
+                        await asyncio.wrap_future(granted)
+                    except BaseException as error:
+                        taking.throw(error)
+            except StopIteration as end:
+                return _taken(end)
+
+    def acquire_blocking(self, size_bytes: int, *, wait: Callable[[Granted], object]) -> Ticket:
+        """As ``acquire``, for a thread: ``wait`` returns when a future is done, or raises to give up."""
+        taking = self._take(size_bytes)
+        try:
+            while True:
+                granted = next(taking)
+                try:
+                    wait(granted)
+                except BaseException as error:
+                    taking.throw(error)
+        except StopIteration as end:
+            return _taken(end)
 
     @property
     def waiting_count(self) -> int:
@@ -77,70 +96,90 @@ class ByteBudget:
 
     def give_back(self, size_bytes: int) -> None:
         """Frees bytes for those who wait. Called by tickets."""
-        self.used_bytes -= size_bytes
-        assert self.used_bytes >= 0
-        self._wake()
+        with self._lock:
+            self.used_bytes -= size_bytes
+            assert self.used_bytes >= 0
+            self._wake()
+
+    def _take(self, size_bytes: int) -> Generator[Granted, None, Ticket]:
+        """Yields what is to be waited for, level by level; throw into it to give up. Returns the ticket."""
+        ticket = self.try_acquire(size_bytes)
+        if ticket is not None:
+            return ticket
+        granted = self._enter(size_bytes)
+        try:
+            yield granted
+        except BaseException:
+            self._leave(size_bytes, granted)
+            raise
+        if self._parent is None:
+            return Ticket(self, size_bytes)
+        try:
+            return Ticket(self, size_bytes, (yield from self._parent._take(size_bytes)))
+        except BaseException:
+            self.give_back(size_bytes)
+            raise
 
     def _fits(self, size_bytes: int) -> bool:
         return not self._waiting and self.used_bytes + size_bytes <= self.limit_bytes
 
-    async def _take(self, size_bytes: int) -> None:
-        if self._fits(size_bytes):
-            self.used_bytes += size_bytes
-            return
-        granted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        entry = (size_bytes, granted)
-        self._waiting.append(entry)
-        try:
-            await granted
-        except asyncio.CancelledError:
-            if not granted.cancelled():
-                self.give_back(size_bytes)
-            elif entry in self._waiting:
-                self._waiting.remove(entry)
+    def _enter(self, size_bytes: int) -> Granted:
+        """A place in the line of this level alone. Done when the bytes are taken."""
+        assert size_bytes <= self.limit_bytes, "checked against the configuration before"
+        granted: Granted = Future()
+        with self._lock:
+            self._waiting.append((size_bytes, granted))
+            self._wake()
+        return granted
+
+    def _leave(self, size_bytes: int, granted: Granted) -> None:
+        """Gives the place up, or what was granted meanwhile."""
+        with self._lock:
+            if granted.cancel() or granted.cancelled():
+                self._waiting = deque(entry for entry in self._waiting if entry[1] is not granted)
                 self._wake()
-            raise
+            else:
+                self.give_back(size_bytes)
 
     def _wake(self) -> None:
         while self._waiting:
             size_bytes, granted = self._waiting[0]
-            if not granted.cancelled():
-                if self.used_bytes + size_bytes > self.limit_bytes:
-                    return
+            if not granted.cancelled() and self.used_bytes + size_bytes > self.limit_bytes:
+                return
+            self._waiting.popleft()
+            if granted.set_running_or_notify_cancel():
                 self.used_bytes += size_bytes
                 granted.set_result(None)
-            self._waiting.popleft()
 
 
 class Ticket:
-    """Bytes taken from a budget, with one or more holders; they go back when the last holder drops it."""
+    """Bytes taken from a budget; they go back when it is dropped."""
 
     def __init__(self, budget: ByteBudget, size_bytes: int, parent: Ticket | None = None) -> None:
         self._budget = budget
         self._size_bytes = size_bytes
         self._parent = parent
-        self._holders = 1
-
-    def share(self) -> None:
-        """Adds a holder."""
-        assert self._holders > 0
-        self._holders += 1
+        self._is_held = True
 
     def absorb(self, other: Ticket) -> None:
-        """Makes one ticket of two of the same budget; ``other``, which nobody else holds, is no more."""
+        """Makes one ticket of two of the same budget; ``other`` is no more."""
         assert other._budget is self._budget
-        assert self._holders > 0
-        assert other._holders == 1
-        other._holders = 0
+        assert self._is_held
+        assert other._is_held
+        other._is_held = False
         self._size_bytes += other._size_bytes
         if self._parent is not None and other._parent is not None:
             self._parent.absorb(other._parent)
 
     def drop(self) -> None:
-        """Removes a holder; the last one gives the bytes back."""
-        assert self._holders > 0
-        self._holders -= 1
-        if self._holders == 0:
-            if self._parent is not None:
-                self._parent.drop()
-            self._budget.give_back(self._size_bytes)
+        """Gives the bytes back. Call once."""
+        assert self._is_held
+        self._is_held = False
+        if self._parent is not None:
+            self._parent.drop()
+        self._budget.give_back(self._size_bytes)
+
+
+def _taken(end: StopIteration) -> Ticket:
+    ticket: Ticket = end.value
+    return ticket

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Never, Protocol
@@ -63,7 +64,7 @@ class Calls:
         """Runs one call; gives its deadline on the event loop's clock. Refusals become typed statuses."""
         with self._metrics.call(method) as result, self._counted(method):
             try:
-                yield self._deadline(context)
+                yield deadline_after(context.time_remaining(), self._call_timeout_s_max)
             except Refusal as refusal:
                 result.name = refusal.code
                 if method == "Session":
@@ -102,11 +103,12 @@ class Calls:
             if self._active_count == 0:
                 self._idle.set()
 
-    def _deadline(self, context: CallContext) -> float:
-        remaining_s = context.time_remaining()
-        budget_s = self._call_timeout_s_max if remaining_s is None else min(remaining_s, self._call_timeout_s_max)
-        margin_s = min(budget_s * REPLY_MARGIN_SHARE, REPLY_MARGIN_S_MAX)
-        return asyncio.get_running_loop().time() + budget_s - margin_s
+
+def deadline_after(remaining_s: float | None, call_timeout_s_max: float) -> float:
+    """When a call with so much time has to be answered, on the clock of the event loop and of ``time.monotonic``."""
+    budget_s = call_timeout_s_max if remaining_s is None else min(remaining_s, call_timeout_s_max)
+    margin_s = min(budget_s * REPLY_MARGIN_SHARE, REPLY_MARGIN_S_MAX)
+    return time.monotonic() + budget_s - margin_s
 
 
 async def _end(context: CallContext, status: grpc.StatusCode, text: str) -> Never:

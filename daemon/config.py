@@ -63,6 +63,9 @@ class DaemonConfig:
     socket: str = _setting("/run/hicached/hicached.sock", socket_path, "Unix socket of the gRPC service")
     socket_mode: str = _setting("0600", file_mode, "permission bits of the Unix sockets")
     listen: str = _setting("", tcp_address, "TCP address of the gRPC service; empty: none; needs tenants_file")
+    bulk_listen: str = _setting(
+        "", tcp_address, "TCP address of the bulk socket; empty: host of listen and the next port; needs listen"
+    )
     http: str = _setting(
         "127.0.0.1:9470", tcp_or_unix_address, "address or Unix socket of /metrics, /healthz, /readyz; empty: none"
     )
@@ -100,7 +103,6 @@ class DaemonConfig:
     batch_bytes_max: int = _setting(256 * MIB, size(1), "most payload in one call")
     session_inflight_bytes_max: int = _setting(512 * MIB, size(1), "most payload that one session moves at a time")
     inflight_bytes_max: int = _setting(GIB, size(1), "most payload that all sessions move at a time")
-    frame_bytes_max: int = _setting(MIB, size(4 * KIB, 8 * MIB), "largest payload of one frame of a stream")
     regions_bytes_max: int = _setting(0, size(0), "most memory of clients that is mapped; 0: what the machine has")
     tenant_regions_bytes_max: int = _setting(0, size(0), "that of one tenant; 0: half with several tenants, else all")
     sessions_max: int = _setting(64, count(1, 4096), "most clients at a time")
@@ -125,6 +127,14 @@ class DaemonConfig:
         return parse_tcp("listen", self.listen)
 
     @property
+    def bulk_listen_address(self) -> HostPort | None:
+        """The TCP address of the bulk socket, or None."""
+        listen = self.listen_address
+        if listen is None or self.bulk_listen:
+            return parse_tcp("bulk_listen", self.bulk_listen)
+        return HostPort(listen.host, listen.port + 1 if listen.port else 0)
+
+    @property
     def http_address(self) -> Address:
         """Where HTTP is served, or None."""
         return parse_address("http", self.http)
@@ -138,6 +148,11 @@ class DaemonConfig:
     def memory_socket(self) -> str:
         """The Unix socket that takes memory of clients."""
         return self.socket + ".memory"
+
+    @property
+    def bulk_socket(self) -> str:
+        """The Unix socket on which objects move."""
+        return self.socket + ".bulk"
 
     @property
     def lock_file(self) -> str:
@@ -245,12 +260,13 @@ def _check_together(config: DaemonConfig) -> None:
         raise ConfigError(
             "listen", config.listen, 'tenants_file to be set as well (a TCP port is open to others), or listen = ""'
         )
+    _check_bulk_listen(config)
     for lower, upper in _AT_MOST:
         _check_at_most(config, lower, upper)
     _check_at_most(config, "tenant_sessions_max", "sessions_max")
     if config.regions_bytes_max:
         _check_at_most(config, "tenant_regions_bytes_max", "regions_bytes_max")
-    needed = message_bytes_needed(batch_keys_max=config.batch_keys_max, frame_bytes_max=config.frame_bytes_max)
+    needed = message_bytes_needed(batch_keys_max=config.batch_keys_max)
     if needed > MESSAGE_BYTES_MAX:
         raise ConfigError(
             "batch_keys_max",
@@ -258,6 +274,14 @@ def _check_together(config: DaemonConfig) -> None:
             f"so few keys that a message stays within {MESSAGE_BYTES_MAX} bytes",
         )
     _check_paths(config)
+
+
+def _check_bulk_listen(config: DaemonConfig) -> None:
+    listen, bulk = config.listen_address, config.bulk_listen_address
+    if listen is None and bulk is not None:
+        raise ConfigError("bulk_listen", config.bulk_listen, 'listen to be set as well, or bulk_listen = ""')
+    if bulk is not None and (bulk.port > 65_535 or (bulk == listen and bulk.port)):
+        raise ConfigError("bulk_listen", config.bulk_listen, f"an address with a port other than that of {listen}")
 
 
 def _check_at_most(config: DaemonConfig, lower: str, upper: str) -> None:
@@ -272,7 +296,12 @@ def _check_paths(config: DaemonConfig) -> None:
         os.path.isdir(config.ready_file) or not os.path.isdir(os.path.dirname(os.path.abspath(config.ready_file)))
     ):
         raise ConfigError("ready_file", config.ready_file, "a file in a directory that exists")
-    taken = {config.socket: "socket", config.memory_socket: "the memory socket", config.lock_file: "the lock file"}
+    taken = {
+        config.socket: "socket",
+        config.memory_socket: "the memory socket",
+        config.bulk_socket: "the bulk socket",
+        config.lock_file: "the lock file",
+    }
     for name in ("http", "path", "ready_file", "tenants_file"):
         value = getattr(config, name)
         if value in taken:

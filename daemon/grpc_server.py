@@ -9,6 +9,7 @@ from typing import cast
 
 import grpc
 
+from hicache.daemon.bulk_socket import BulkSocket
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.service import HiCachedService
 from hicache.daemon.sessions import CALLS_PER_SESSION_MAX, Sessions
@@ -32,10 +33,11 @@ _SPARE_CALLS = 256  # hellos, and calls that are about to be refused
 class GrpcServer:
     """Owns the grpc.aio server. Event loop only."""
 
-    def __init__(self, config: DaemonConfig, service: HiCachedService, sessions: Sessions) -> None:
+    def __init__(self, config: DaemonConfig, service: HiCachedService, sessions: Sessions, bulk: BulkSocket) -> None:
         self._config = config
         self._service = service
         self._sessions = sessions
+        self._bulk = bulk
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> str:
@@ -65,7 +67,7 @@ class GrpcServer:
         """Refuses new work, lets running calls end, then ends the sessions and the connections."""
         self._sessions.stop_admitting()
         with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self._service.wait_idle(), DRAIN_S)
+            await asyncio.wait_for(asyncio.gather(self._service.wait_idle(), self._bulk.wait_idle()), DRAIN_S)
         self._sessions.close()
         if self._server is not None:
             await self._server.stop(GRACE_S)

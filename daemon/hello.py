@@ -21,6 +21,7 @@ class Identity:
 
     version: str
     store_id: bytes
+    bulk_port: int = 0  # over TCP; 0: there is none
 
 
 class Hellos:
@@ -51,11 +52,14 @@ class Hellos:
         check_key_hash(descriptor, self._tenants)
         differences = self._namespaces.meet(tenant, hello.namespace_digest, descriptor)
         session, secret = self._sessions.open(tenant, _printable(hello.client_name))
+        is_local = peer.startswith("unix")
         return session, pb.Welcome(
             session_id=session.session_id,
             session_secret=secret,
             tenant=tenant.name,
-            memory_socket=self._config.memory_socket if peer.startswith("unix") else "",
+            memory_socket=self._config.memory_socket if is_local else "",
+            bulk_socket=self._config.bulk_socket if is_local else "",
+            bulk_port=0 if is_local else self._identity.bulk_port,
             limits=self._limits(),
             store_id=self._identity.store_id,
             namespace_differs=differences,
@@ -67,7 +71,6 @@ class Hellos:
             object_bytes_max=self._config.object_bytes_max,
             batch_keys_max=self._config.batch_keys_max,
             batch_bytes_max=self._config.batch_bytes_max,
-            frame_bytes_max=self._config.frame_bytes_max,
             lease_ms_max=self._config.lease_ms_max,
             key_bytes_max=KEY_BYTES_MAX,
         )

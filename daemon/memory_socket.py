@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 import structlog
 
+from hicache.daemon.acceptor import HELLO_TIMEOUT_S, Acceptor, readable
 from hicache.daemon.memory import Region, RegionRefused, check_memory, map_memory
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session, Sessions
@@ -25,13 +26,8 @@ from hicache.wire.protocol import (
     MEMORY_STATUS_REFUSED,
 )
 
-HANDSHAKE_TIMEOUT_S = 5.0
-STRANGERS_MAX = 64  # connections that have not said a whole hello; one more drops the oldest of them
-BACKLOG = 4096  # clients that have connected and are not accepted yet; for one more, connect fails at once
 REGIONS_MAX = 32_768  # mapped at a time, those of ended sessions included; more are refused
-ACCEPT_RETRY_S = 0.1
 
-_ACCEPT_BATCH = STRANGERS_MAX // 4
 _DISCARD_READS_MAX = 16
 _DESCRIPTORS_MAX = 4  # of one connection; one is wanted: more are received only to be closed
 
@@ -50,108 +46,59 @@ class MemorySocket:
         on_refusal: Callable[[], None],
     ) -> None:
         """``listener`` is bound and listening, and stays the caller's. ``unmap`` runs a blocking call in a thread."""
-        self._listener = listener
+        self._acceptor = Acceptor("memory", listener, self._serve, on_drop=on_refusal)
         self._sessions = sessions
         self._unmap = unmap
         self._on_refusal = on_refusal
         self._region_ids = itertools.count(1)
         self._notices = Notices(logging.getLogger(__name__))
-        self._connections: set[asyncio.Task[None]] = set()
-        self._strangers: dict[asyncio.Task[None], None] = {}  # those without a whole hello, oldest first
-        self._accepting: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begins to accept."""
-        self._listener.setblocking(False)
-        self._accepting = asyncio.create_task(self._accept())
+        self._acceptor.start()
 
     async def stop(self, *, timeout_s: float) -> None:
         """Stops accepting, and gives regions that are being detached ``timeout_s`` to go.
 
         The connection of a region that a transfer still touches then is left open, so that its client keeps waiting.
         """
-        if self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.gather(self._accepting, return_exceptions=True)
-        if self._connections:
-            await asyncio.wait(self._connections, timeout=timeout_s)
-        for task in list(self._connections):
-            task.cancel()
-        await asyncio.gather(*self._connections, return_exceptions=True)
+        await self._acceptor.stop(timeout_s=timeout_s)
 
-    async def _accept(self) -> None:
-        for number in itertools.count(1):
-            try:
-                connection, _ = self._listener.accept()  # not the loop's: cancelled late, that one loses a connection
-            except BlockingIOError:
-                await _readable(self._listener)
-                continue
-            except OSError as error:  # out of descriptors, or the client has gone already: the next one may do better
-                self._notices.warning("accept", "the memory socket cannot accept: %s", error)
-                await asyncio.sleep(ACCEPT_RETRY_S)
-                continue
-            self._make_room_for_stranger()
-            task = asyncio.create_task(self._serve(connection))
-            self._connections.add(task)
-            self._strangers[task] = None
-            task.add_done_callback(self._connection_done)
-            if number % _ACCEPT_BATCH == 0:
-                await asyncio.sleep(0)  # most hellos are there already: whoever said it is no stranger any more
-
-    def _make_room_for_stranger(self) -> None:
-        """Drops the oldest connection that has not said who it is, if there are too many. Honest ones speak at once."""
-        if len(self._strangers) < STRANGERS_MAX:
+    async def _serve(self, connection: socket.socket, introduced: Callable[[], None]) -> None:
+        try:
+            session, region = await self._take_region(connection, introduced)
+        except RegionRefused as refusal:
+            self._on_refusal()
+            self._notices.warning("refused", "memory refused: %s", refusal)
+            await _answer(connection, _refused(str(refusal)))
+            _discard_input(connection)
             return
-        oldest = next(iter(self._strangers))
-        del self._strangers[oldest]
-        oldest.cancel()
-        self._on_refusal()
-        self._notices.warning("strangers", "more than %d memory connections without a hello", STRANGERS_MAX)
+        try:
+            await _answer(connection, MEMORY_ACCEPTED.pack(MEMORY_STATUS_OK, region.region_id))
+            await _until_end(connection, region)
+            region.detach()
+            await region.gone.wait()
+            _discard_input(connection)
+        finally:
+            region.detach()
+            if not region.gone.is_set():
+                # The daemon is ending while a thread still touches the client's memory. End of file would say the
+                # opposite, so the descriptor is left open: it closes with the process.
+                connection.detach()
+        session.forget(region)
+        self._sessions.unmapped(region)
+        log.debug("memory detached", session=session.session_id, region=region.region_id)
 
-    def _connection_done(self, task: asyncio.Task[None]) -> None:
-        self._connections.discard(task)
-        self._strangers.pop(task, None)
-        if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("memory connection failed", exc_info=error)
-
-    async def _serve(self, connection: socket.socket) -> None:
-        with connection:
-            connection.setblocking(False)
-            try:
-                session, region = await self._take_region(connection)
-            except RegionRefused as refusal:
-                self._on_refusal()
-                self._notices.warning("refused", "memory refused: %s", refusal)
-                await _answer(connection, _refused(str(refusal)))
-                _discard_input(connection)
-                return
-            try:
-                await _answer(connection, MEMORY_ACCEPTED.pack(MEMORY_STATUS_OK, region.region_id))
-                await _until_end(connection, region)
-                region.detach()
-                await region.gone.wait()
-                _discard_input(connection)
-            finally:
-                region.detach()
-                if not region.gone.is_set():
-                    # The daemon is ending while a thread still touches the client's memory. End of file would say the
-                    # opposite, so the descriptor is left open: it closes with the process.
-                    connection.detach()
-            session.forget(region)
-            self._sessions.unmapped(region)
-            log.debug("memory detached", session=session.session_id, region=region.region_id)
-
-    async def _take_region(self, connection: socket.socket) -> tuple[Session, Region]:
+    async def _take_region(self, connection: socket.socket, introduced: Callable[[], None]) -> tuple[Session, Region]:
         """The region that the client offers, attached to its session. Raises RegionRefused."""
         descriptors: list[int] = []
         try:
-            async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
                 hello = await _receive_hello(connection, descriptors)
-            if (task := asyncio.current_task()) is not None:
-                self._strangers.pop(task, None)
+            introduced()
             return self._attach(hello, descriptors)
         except TimeoutError as error:
-            raise RegionRefused(f"no complete hello within {HANDSHAKE_TIMEOUT_S:g} s") from error
+            raise RegionRefused(f"no complete hello within {HELLO_TIMEOUT_S:g} s") from error
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -196,7 +143,7 @@ async def _receive_hello(connection: socket.socket, descriptors: list[int]) -> b
                 socket.MSG_CMSG_CLOEXEC,
             )
         except BlockingIOError:
-            await _readable(connection)
+            await readable(connection)
             continue
         except OSError as error:
             raise RegionRefused(f"the connection broke: {error}") from error
@@ -217,20 +164,10 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
     return received.tolist()
 
 
-async def _readable(connection: socket.socket) -> None:
-    loop = asyncio.get_running_loop()
-    ready = asyncio.Event()
-    loop.add_reader(connection, ready.set)
-    try:
-        await ready.wait()
-    finally:
-        loop.remove_reader(connection)
-
-
 async def _answer(connection: socket.socket, answer: bytes) -> None:
     """Sends a few bytes. A client that has gone, or does not read, misses them."""
     with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(HANDSHAKE_TIMEOUT_S):
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
             await asyncio.get_running_loop().sock_sendall(connection, answer)
 
 
@@ -244,7 +181,7 @@ def _discard_input(connection: socket.socket) -> None:
 
 async def _until_end(connection: socket.socket, region: Region) -> None:
     """Returns when the client half-closes, closes, breaks or says anything more, or when the region is detached."""
-    spoken = asyncio.ensure_future(_readable(connection))
+    spoken = asyncio.ensure_future(readable(connection))
     detaching = asyncio.ensure_future(region.detaching.wait())
     try:
         await asyncio.wait((spoken, detaching), return_when=asyncio.FIRST_COMPLETED)

@@ -34,6 +34,7 @@ class Ready:
     pid: int
     socket: str
     listen: str
+    bulk_listen: str
     http: str
 
 

@@ -62,14 +62,6 @@ class TenantRates:
         """Count the payload of a batch before it moves. Raises Refusal(RATE_LIMITED)."""
         self._admit("bytes", self._bytes, size_bytes, f"bytes_per_s_max is {self._bytes.rate_per_s:g}")
 
-    def try_bytes(self, size_bytes: int) -> bool:
-        """As ``admit_bytes`` for one object of a stream; False instead of a refusal."""
-        try:
-            self.admit_bytes(size_bytes)
-        except Refusal:
-            return False
-        return True
-
     def give_back_bytes(self, size_bytes: int) -> None:
         """So many of the counted bytes did not move after all."""
         with self._lock:

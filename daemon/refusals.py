@@ -19,7 +19,7 @@ STATUS_OF = {
     RefusalCode.RATE_LIMITED: grpc.StatusCode.RESOURCE_EXHAUSTED,
     RefusalCode.NOT_SUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
     RefusalCode.UNKNOWN_REGION: grpc.StatusCode.FAILED_PRECONDITION,
-    RefusalCode.BAD_FRAME: grpc.StatusCode.INVALID_ARGUMENT,
+    RefusalCode.BAD_STREAM: grpc.StatusCode.INVALID_ARGUMENT,
     RefusalCode.SHUTTING_DOWN: grpc.StatusCode.UNAVAILABLE,
 }
 

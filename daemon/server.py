@@ -9,20 +9,23 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 
 import structlog
 
 from hicache.backends.open import open_store as open_backend_store
 from hicache.backends.tenant_limits import StoreLimits
+from hicache.daemon.acceptor import BACKLOG
 from hicache.daemon.budget import InflightBudgets
+from hicache.daemon.bulk_calls import BulkCalls
+from hicache.daemon.bulk_socket import BulkSocket
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.control import Control
 from hicache.daemon.grpc_server import GrpcServer
 from hicache.daemon.hello import Hellos, Identity
 from hicache.daemon.http import HttpServer
-from hicache.daemon.memory_socket import BACKLOG, MemorySocket
+from hicache.daemon.memory_socket import MemorySocket
 from hicache.daemon.metrics import Metrics, Readings
 from hicache.daemon.notify import Ready, notify_systemd, remove_ready_file, write_ready_file
 from hicache.daemon.open_files import raise_open_files_limit
@@ -40,7 +43,8 @@ from hicache.daemon.region_budget import RegionBudget
 from hicache.daemon.reload import resize_when_asked
 from hicache.daemon.service import HiCachedService
 from hicache.daemon.sessions import Sessions
-from hicache.daemon.socket_lock import SocketLock, listen_unix
+from hicache.daemon.settings import HostPort
+from hicache.daemon.socket_lock import SocketLock, listen_tcp, listen_unix
 from hicache.daemon.storage import STUCK_S, Storage, Store
 from hicache.daemon.tenants import Tenants
 from hicache.daemon.transfers import Transfers
@@ -121,8 +125,24 @@ class Daemon:
         opened = await self._recover(limits)
         storage = self._start_storage(opened, tenants)
         sessions = self._start_sessions(storage, tenants)
-        listen = await self._start_grpc(opened, tenants, storage, sessions)
-        return self._announce(Ready(pid=os.getpid(), socket=config.socket, listen=listen, http=http))
+        transfers = Transfers(storage, self.metrics, chunk_bytes_ceiling=sessions.budgets.session_bytes)
+        bulk, bulk_listen = self._start_bulk(sessions, transfers)
+        identity = Identity(daemon_version(), opened.store_id, bulk_listen.port if bulk_listen else 0)
+        service = HiCachedService(
+            config,
+            hellos=Hellos(config, identity, tenants, sessions),
+            sessions=sessions,
+            control=Control(
+                storage, sessions, self.metrics, lease_ms_max=config.lease_ms_max, pin_s_max=config.pin_s_max
+            ),
+            transfers=transfers,
+            watches=Watches(storage, step_timeout_s=config.call_timeout_s_max),
+            metrics=self.metrics,
+        )
+        server = GrpcServer(config, service, sessions, bulk)
+        self._stages.push_async_callback(server.stop)
+        listen = await server.start()
+        return self._announce(Ready(os.getpid(), config.socket, listen, str(bulk_listen or ""), http))
 
     async def stop(self) -> bool:
         """Undoes what was started. True when the store was closed and no storage thread is left behind."""
@@ -146,7 +166,7 @@ class Daemon:
         self._readiness = "ready"
         self.metrics.ready.set(1)
         notify_systemd("READY=1", self._environment)
-        log.info("ready", pid=ready.pid, socket=ready.socket, listen=ready.listen, http=ready.http)
+        log.info("ready", **asdict(ready))
         return ready
 
     async def _start_http(self) -> str:
@@ -254,20 +274,22 @@ class Daemon:
         self._stages.push_async_callback(memory_socket.stop, timeout_s=REGIONS_S)
         return sessions
 
-    async def _start_grpc(self, opened: OpenedStore, tenants: Tenants, storage: Storage, sessions: Sessions) -> str:
-        config, metrics = self._config, self.metrics
-        service = HiCachedService(
-            config,
-            hellos=Hellos(config, Identity(daemon_version(), opened.store_id), tenants, sessions),
-            sessions=sessions,
-            control=Control(storage, sessions, metrics, lease_ms_max=config.lease_ms_max, pin_s_max=config.pin_s_max),
-            transfers=Transfers(storage, metrics, chunk_bytes_ceiling=sessions.budgets.session_bytes),
-            watches=Watches(storage, step_timeout_s=config.call_timeout_s_max),
-            metrics=metrics,
-        )
-        server = GrpcServer(config, service, sessions)
-        self._stages.push_async_callback(server.stop)
-        return await server.start()
+    def _start_bulk(self, sessions: Sessions, transfers: Transfers) -> tuple[BulkSocket, HostPort | None]:
+        """The bulk socket, and its TCP address with its real port if it has one."""
+        config = self._config
+        listeners = [listen_unix("socket", config.bulk_socket, mode=config.socket_mode_bits, backlog=BACKLOG)]
+        self._stages.callback(_remove, config.bulk_socket)
+        self._stages.callback(listeners[0].close)
+        address = config.bulk_listen_address
+        if address is not None:
+            listeners.append(listen_tcp("bulk_listen", address.host, address.port, backlog=BACKLOG))
+            self._stages.callback(listeners[1].close)
+            address = HostPort(address.host, listeners[1].getsockname()[1])
+        calls = BulkCalls(config, sessions=sessions, transfers=transfers, metrics=self.metrics)
+        bulk = BulkSocket(listeners, sessions, calls)
+        bulk.start()
+        self._stages.push_async_callback(bulk.stop)
+        return bulk, address
 
     async def _render_metrics(self) -> bytes:
         if self._snapshot is not None:

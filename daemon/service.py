@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 
 import grpc
 
-from hicache.daemon.batches import Batch, PackedKeys, physical_keys, read_keys, read_stream_get, read_transfer
+from hicache.daemon.batches import Batch, PackedKeys, physical_keys, read_keys, read_transfer
 from hicache.daemon.calls import CallContext, Calls
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.control import Control, Space
@@ -18,7 +18,6 @@ from hicache.daemon.metrics import Metrics
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session as OpenSession
 from hicache.daemon.sessions import Sessions
-from hicache.daemon.streams import StreamReceiver, StreamSender
 from hicache.daemon.transfers import Transfers
 from hicache.daemon.turns import Turns
 from hicache.daemon.watch import Watches
@@ -52,8 +51,7 @@ class HiCachedService:
         self._metrics = metrics
         self._calls = Calls(metrics, call_timeout_s_max=config.call_timeout_s_max)
         self._turns = Turns()
-        self._first_hellos = FirstMessages()  # apart from the frames: strangers who are silent on one hold up no other
-        self._first_frames = FirstMessages()
+        self._first_hellos = FirstMessages()
 
     async def wait_idle(self) -> None:
         """Returns when no call runs; those that last as long as a session do not count."""
@@ -96,33 +94,6 @@ class HiCachedService:
             batch = await self._transfer(request, session, region.size_bytes, deadline=deadline)
             await self._transfers.put(session, region, batch.extents, batch.outcomes, deadline=deadline)
             return self._moved("Put", session, batch.outcomes, request.sizes, counted_bytes=batch.total_bytes)
-
-    async def GetStream(self, request: pb.StreamGetRequest, context: CallContext) -> None:
-        """Backend -> frames."""
-        async with self._session_call("GetStream", request.session_secret, context) as (session, deadline):
-            keys = self._keys(request)
-            async with self._turns.one_of(session, keys.count, deadline=deadline):
-                batch = await self._turns.take(read_stream_get(request, keys, session, self._config))
-            sender = StreamSender(self._transfers, session, frame_bytes_max=self._config.frame_bytes_max)
-            await sender.send_all(batch, context.write, deadline=deadline)
-            self._moved("GetStream", session, batch.outcomes, request.sizes, counted_bytes=batch.total_bytes)
-
-    async def PutStream(self, _: object, context: CallContext) -> pb.TransferReply:
-        """Frames -> backend."""
-
-        async def next_frame() -> pb.Frame | None:
-            message = await context.read()
-            return message if isinstance(message, pb.Frame) else None
-
-        async with self._calls.frame("PutStream", context) as deadline, asyncio.timeout_at(deadline):
-            first = await self._first_frames.next(context)
-            if not isinstance(first, pb.Frame):
-                raise Refusal(RefusalCode.BAD_FRAME, "the stream ended before its first frame")
-            session = self._sessions.find(first.session_secret)
-            receiver = StreamReceiver(self._transfers, session, self._config)
-            with session.call():
-                outcomes = await receiver.receive_all(first, next_frame, deadline=deadline)
-            return self._moved("PutStream", session, outcomes, receiver.sizes, counted_bytes=receiver.counted_bytes)
 
     async def Delete(self, request: pb.KeysRequest, context: CallContext) -> pb.TransferReply:
         """Drops objects of the session's tenant."""
@@ -204,9 +175,7 @@ class HiCachedService:
         if reading.done() and reading.result() is not grpc.aio.EOF:
             raise Refusal(RefusalCode.MALFORMED, "a session has one hello")
 
-    def _keys(
-        self, request: pb.LookupRequest | pb.KeysRequest | pb.TransferRequest | pb.StreamGetRequest | pb.PinRequest
-    ) -> PackedKeys:
+    def _keys(self, request: pb.LookupRequest | pb.KeysRequest | pb.TransferRequest | pb.PinRequest) -> PackedKeys:
         return read_keys(request.keys, request.key_bytes, self._config)
 
     async def _transfer(

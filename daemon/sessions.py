@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
+from typing import Protocol
 
 import structlog
 
@@ -19,6 +20,7 @@ from hicache.daemon.refusals import Refusal
 from hicache.daemon.region_budget import RegionBudget, RegionCharge
 from hicache.daemon.tenants import Tenant
 from hicache.tenancy import physical_key
+from hicache.wire.bulk import BULK_CONNECTIONS_PER_SESSION_MAX
 from hicache.wire.protocol import SECRET_BYTES, RefusalCode
 
 REGIONS_PER_SESSION_MAX = 8
@@ -26,6 +28,20 @@ LEASES_PER_SESSION_MAX = 4096
 CALLS_PER_SESSION_MAX = 64
 
 log = structlog.get_logger("hicache.daemon.sessions")
+
+
+class Connection(Protocol):
+    """What a session knows of a connection of the bulk socket."""
+
+    is_busy: bool
+
+    def end(self) -> None:
+        """Stops whatever moves on it. Thread-safe."""
+        ...
+
+    def end_if_overdue(self, now_s: float) -> None:
+        """Stops what is late. Thread-safe."""
+        ...
 
 
 class Session:
@@ -45,6 +61,7 @@ class Session:
         self._lease_ends_s: dict[int, float] = {}
         self.large_batch = asyncio.Lock()  # see turns.py
         self._calls = 0
+        self._connections: set[Connection] = set()
 
     def physical_key(self, key: bytes) -> bytes:
         """The key in the store: nothing that a client sends can leave its tenant."""
@@ -91,6 +108,34 @@ class Session:
             raise Refusal(RefusalCode.UNKNOWN_REGION, f"this session has no region {region_id}")
         return region
 
+    @property
+    def connections(self) -> list[Connection]:
+        """Of the bulk socket."""
+        return list(self._connections)
+
+    def check_room_for_connection(self) -> None:
+        """Raises Refusal when the session has ended or may not have another bulk connection."""
+        if self.ended:
+            raise Refusal(RefusalCode.UNKNOWN_SESSION, "the session has ended")
+        if len(self._connections) >= BULK_CONNECTIONS_PER_SESSION_MAX:
+            text = f"a session may have {BULK_CONNECTIONS_PER_SESSION_MAX} bulk connections at a time"
+            raise Refusal(RefusalCode.TOO_MANY_CALLS, text)
+
+    def connect(self, connection: Connection) -> None:
+        """Ends the connection with the session."""
+        self._connections.add(connection)
+        if self.ended:
+            connection.end()
+
+    def disconnect(self, connection: Connection) -> None:
+        """Forgets a connection that is over."""
+        self._connections.discard(connection)
+
+    def end_connections(self) -> None:
+        """Ends what moves on the bulk socket."""
+        for connection in self._connections:
+            connection.end()
+
     def may_lease(self, now_s: float) -> bool:
         """Whether another lease may be taken; forgets those that have run out."""
         if len(self._lease_ends_s) >= LEASES_PER_SESSION_MAX:
@@ -115,10 +160,11 @@ class Session:
         self._lease_ends_s.pop(lease_id, None)
 
     def end(self) -> list[int]:
-        """Detaches all regions; returns the leases, which the caller releases. Idempotent."""
+        """Detaches all regions, ends all connections; returns the leases, which the caller releases. Idempotent."""
         self.ended = True
         for region in self.regions:
             region.detach()
+        self.end_connections()
         for waiting in self.wakes_at_end:
             waiting.set()
         leases = list(self._lease_ends_s)

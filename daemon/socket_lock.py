@@ -102,6 +102,13 @@ def listen_unix(setting: str, path: str, *, mode: int, backlog: int = 128) -> so
     return listener
 
 
+def listen_tcp(setting: str, host: str, port: int, *, backlog: int) -> socket.socket:
+    """A listening TCP socket. Raises ConfigError where the address cannot be bound."""
+    check_tcp_free(setting, host, port)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    return socket.create_server((host, port), family=family, backlog=backlog)
+
+
 def check_tcp_free(setting: str, host: str, port: int) -> None:
     """Raises ConfigError where a TCP address cannot be bound. gRPC alone may settle for half of a wildcard address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET

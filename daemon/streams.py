@@ -1,322 +1,314 @@
-"""Objects over a gRPC stream in bounded frames, for clients that cannot share memory."""
+"""Objects over a connection of the bulk socket, for clients that cannot share memory."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
+import contextlib
+from collections import deque
+from concurrent.futures import CancelledError
+from dataclasses import dataclass, field
 
 from hicache.backends.base import GetItem, PutItem
-from hicache.checksum import payload_checksum
-from hicache.daemon.batches import Batch, check_size
-from hicache.daemon.budget import Ticket
-from hicache.daemon.calls import REPLY_MARGIN_S_MAX
+from hicache.checksum import payload_hasher
+from hicache.daemon.batches import Batch
+from hicache.daemon.budget import Granted, Ticket
+from hicache.daemon.bulk_connection import BulkConnection, ConnectionOver
 from hicache.daemon.config import DaemonConfig
-from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session
+from hicache.daemon.staging import Staging
 from hicache.daemon.transfers import Extent, Transfers, split_chunks
 from hicache.outcome import Outcome
 from hicache.tenancy import TENANT_BYTES
-from hicache.wire import hicached_pb2 as pb
-from hicache.wire.protocol import KEY_BYTES_MAX, RefusalCode
-from hicache.workers import QueueFull
+from hicache.wire.bulk import BULK_CHECKSUM, BULK_OBJECT, BULK_PIECE_BYTES
+from hicache.workers import Job, QueueFull
 
-SendFrame = Callable[[pb.Frame], Awaitable[None]]
-NextFrame = Callable[[], Awaitable[pb.Frame | None]]  # None: the client has sent everything
+# What a storage thread reads while the chunk before is sent, and writes while the next one is received.
+READ_CHUNK_BYTES = 2 * 1024 * 1024
+WRITE_CHUNK_BYTES = 4 * 1024 * 1024
+WRITING_CHUNKS_MAX = 2
+PARTS_MAX = 256  # of one call of the kernel
 
-# How long a client may take to send, or to take, a frame: room that others wait for is held meanwhile.
-FRAME_S = 5.0
 
+@dataclass(slots=True, eq=False)
+class _Loading:
+    """A chunk on its way to a client; ``job`` is None where there was no room or no place in the queue for it."""
 
-@dataclass(slots=True)
-class _Loaded:
-    """An object in the daemon's memory on its way to a client."""
-
-    extent: Extent
-    payload: bytearray
-    outcome: Outcome = Outcome.DEADLINE
-    checksum: int = 0
+    chunk: list[Extent]
+    failure: Outcome = Outcome.DEADLINE  # of all objects, unless the job says otherwise
+    ticket: Ticket | None = None
+    buffers: list[bytearray] = field(default_factory=list)
+    job: Job[list[Outcome]] | None = None
 
 
 class StreamSender:
-    """Answers one GetStream: loads a chunk of objects, sends their frames, loads the next."""
+    """Answers one GET: while a chunk of objects is sent, the next one is read. In the thread of the connection."""
 
-    def __init__(self, transfers: Transfers, session: Session, *, frame_bytes_max: int) -> None:
-        self._store = transfers.store
-        self._transfers = transfers
-        self._session = session
-        self._frame_bytes_max = frame_bytes_max
-
-    async def send_all(self, batch: Batch, send: SendFrame, *, deadline: float) -> None:
-        """Sends every object or its outcome; fills in ``batch.outcomes``. A client that reads slowly slows only itself:
-        no more than one chunk is in memory, and gRPC's flow control holds back the next one.
-
-        Raises TimeoutError when the client takes no frame for FRAME_S, or has not taken all soon after the deadline.
-        """
-        send = _bounded(send, ends_at=deadline + REPLY_MARGIN_S_MAX)
-        tried = {extent.index for extent in batch.extents}
-        for index, outcome in enumerate(batch.outcomes):
-            if index not in tried:
-                await send(pb.Frame(index=index, outcome=outcome, last=True))
-        for chunk in split_chunks(batch.extents, bytes_max=self._transfers.read_chunk_bytes_max):
-            await self._send_chunk(chunk, batch.outcomes, send, deadline=deadline)
-
-    async def _send_chunk(
-        self, chunk: list[Extent], outcomes: list[Outcome], send: SendFrame, *, deadline: float
+    def __init__(
+        self, transfers: Transfers, staging: Staging, session: Session, connection: BulkConnection, *, deadline_s: float
     ) -> None:
-        for extent in chunk:
-            outcomes[extent.index] = Outcome.DEADLINE
-        try:
-            ticket = await self._session.budget.acquire(sum(extent.size_bytes for extent in chunk), deadline=deadline)
-        except TimeoutError:
-            loaded = [_Loaded(extent, bytearray()) for extent in chunk]
-            await self._send_loaded(loaded, outcomes, send)
-            return
-        try:
-            loaded = await self._load(chunk, ticket, deadline=deadline)
-            await self._send_loaded(loaded, outcomes, send)
-        finally:
-            ticket.drop()
+        self._transfers = transfers
+        self._staging = staging
+        self._budget = session.budget
+        self._connection = connection
+        self._deadline_s = deadline_s
+        self._chunk_bytes_max = min(READ_CHUNK_BYTES, transfers.read_chunk_bytes_max)
+        self._loading: deque[_Loading] = deque()
 
-    async def _load(self, chunk: list[Extent], ticket: Ticket, *, deadline: float) -> list[_Loaded]:
-        """Reads and checks the chunk. Objects that are not there in time have outcome DEADLINE and no payload."""
-        loaded = [_Loaded(extent, bytearray(extent.size_bytes)) for extent in chunk]
-        ticket.share()
+    def send_all(self, batch: Batch) -> None:
+        """Sends every object or its outcome; fills in ``batch.outcomes``. A client that reads slowly slows only itself:
+        no more than two chunks are in memory. Raises ConnectionOver.
+        """
+        tried = {extent.index for extent in batch.extents}
+        headers = [
+            BULK_OBJECT.pack(index, outcome) for index, outcome in enumerate(batch.outcomes) if index not in tried
+        ]
+        if headers:
+            self._connection.send([b"".join(headers)])
+        for extent in batch.extents:
+            batch.outcomes[extent.index] = Outcome.DEADLINE
+        chunks = split_chunks(batch.extents, bytes_max=self._chunk_bytes_max)
         try:
-            job = self._transfers.start(lambda: self._read(loaded), len(loaded), let_go=ticket.drop)
+            while chunks or self._loading:
+                if not self._loading:
+                    self._loading.append(self._load(chunks.popleft()))
+                self._load_ahead(chunks)
+                self._send(self._loading[0], batch.outcomes)
+                self._free(self._loading.popleft())
+        finally:
+            for loading in self._loading:
+                self._free(loading)
+
+    def _load(self, chunk: list[Extent]) -> _Loading:
+        """Starts to read a chunk, once there is room for it."""
+        loading = _Loading(chunk)
+        try:
+            loading.ticket = self._budget.acquire_blocking(_bytes_of(chunk), wait=self._wait_for_room)
+        except TimeoutError:
+            return loading
+        return self._start(loading)
+
+    def _load_ahead(self, chunks: deque[list[Extent]]) -> None:
+        """Starts the chunk after this one if there is room now: whoever holds room never waits for more."""
+        if not chunks:
+            return
+        ticket = self._budget.try_acquire(_bytes_of(chunks[0]))
+        if ticket is not None:
+            self._loading.append(self._start(_Loading(chunks.popleft(), ticket=ticket)))
+
+    def _start(self, loading: _Loading) -> _Loading:
+        loading.buffers = [self._staging.lend(extent.size_bytes) for extent in loading.chunk]
+        items = [
+            GetItem(extent.key, memoryview(buffer))
+            for extent, buffer in zip(loading.chunk, loading.buffers, strict=True)
+        ]
+        try:
+            loading.job = self._transfers.submit(lambda: self._transfers.store.get_into(items), len(items))
         except QueueFull:
-            ticket.drop()
-            return [_Loaded(extent, bytearray(), Outcome.REFUSED) for extent in chunk]
-        try:
-            async with asyncio.timeout_at(deadline):
-                outcomes = await asyncio.shield(asyncio.wrap_future(job.future))
-        except TimeoutError:
-            return [_Loaded(extent, bytearray()) for extent in chunk]
-        finally:
-            self._transfers.withdraw(job)
-        for entry, outcome in zip(loaded, outcomes, strict=True):
-            entry.outcome = outcome
-        return loaded
+            loading.failure = Outcome.REFUSED
+        return loading
 
-    def _read(self, loaded: list[_Loaded]) -> list[Outcome]:
-        items = [GetItem(entry.extent.key, memoryview(entry.payload)) for entry in loaded]
-        outcomes = self._store.get_into(items)
-        for entry, outcome in zip(loaded, outcomes, strict=True):
-            if outcome is Outcome.OK:
-                entry.checksum = payload_checksum(entry.extent.key[TENANT_BYTES:], memoryview(entry.payload))
-        return outcomes
+    def _wait_for_room(self, granted: Granted) -> None:
+        self._connection.wait(granted, deadline_s=self._deadline_s)
 
-    async def _send_loaded(self, loaded: list[_Loaded], outcomes: list[Outcome], send: SendFrame) -> None:
-        for entry in loaded:
-            outcomes[entry.extent.index] = entry.outcome
-            for frame in self._frames(entry):
-                await send(frame)
+    def _send(self, loading: _Loading, outcomes: list[Outcome]) -> None:
+        results = [loading.failure] * len(loading.chunk)
+        if loading.job is not None:
+            with contextlib.suppress(TimeoutError, CancelledError):
+                results = self._connection.wait(loading.job.future, deadline_s=self._deadline_s)
+        parts: list[bytes | memoryview] = []
+        for position, (extent, result) in enumerate(zip(loading.chunk, results, strict=True)):
+            outcomes[extent.index] = result
+            parts.append(BULK_OBJECT.pack(extent.index, result))
+            if result is Outcome.OK:
+                self._send_payload(extent, memoryview(loading.buffers[position]), parts)
+        self._connection.send(parts)
 
-    def _frames(self, entry: _Loaded) -> Iterator[pb.Frame]:
-        index, size_bytes = entry.extent.index, entry.extent.size_bytes
-        if entry.outcome is not Outcome.OK:
-            yield pb.Frame(index=index, outcome=entry.outcome, last=True)
+    def _send_payload(self, extent: Extent, payload: memoryview, parts: list[bytes | memoryview]) -> None:
+        """Sends all but the last part of it; ``parts`` is what is to be sent before, and then what is left."""
+        hasher = payload_hasher(extent.key[TENANT_BYTES:])
+        for start in range(0, len(payload), BULK_PIECE_BYTES):
+            piece = payload[start : start + BULK_PIECE_BYTES]
+            hasher.update(piece)
+            parts.append(piece)
+            if len(piece) == BULK_PIECE_BYTES or len(parts) > PARTS_MAX:
+                self._connection.send(parts)
+                parts.clear()
+        parts.append(BULK_CHECKSUM.pack(hasher.intdigest()))
+
+    def _free(self, loading: _Loading) -> None:
+        """Gives room and memory back, as soon as no storage thread touches them."""
+
+        def give_back(_: object = None) -> None:
+            for buffer in loading.buffers:
+                self._staging.give_back(buffer)
+            if loading.ticket is not None:
+                loading.ticket.drop()
+
+        if loading.job is None:
+            give_back()
             return
-        view = memoryview(entry.payload)
-        for start in range(0, size_bytes, self._frame_bytes_max):
-            payload = bytes(view[start : start + self._frame_bytes_max])
-            if start + len(payload) < size_bytes:
-                yield pb.Frame(index=index, payload=payload)
-            else:
-                yield pb.Frame(index=index, payload=payload, last=True, checksum=entry.checksum)
+        self._transfers.withdraw(loading.job)
+        loading.job.future.add_done_callback(give_back)
 
 
-def _bounded(send: SendFrame, *, ends_at: float) -> SendFrame:
-    async def send_in_time(frame: pb.Frame) -> None:
-        async with asyncio.timeout_at(min(ends_at, asyncio.get_running_loop().time() + FRAME_S)):
-            await send(frame)
-
-    return send_in_time
-
-
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Upload:
     """An object that a client is sending.
 
-        [0, received) in ``buffer`` | [received, reserved) covered by ``ticket`` | [reserved, size) not asked for yet
-
-    ``buffer`` is None where its bytes are thrown away.
+    [0, received) in ``buffer`` | [received, reserved) covered by ``ticket`` | [reserved, size) not asked for yet
     """
 
-    index: int
-    key: bytes
-    size_bytes: int
-    buffer: bytearray | None
+    extent: Extent
+    buffer: bytearray
     ticket: Ticket | None = None
     received_bytes: int = 0
     reserved_bytes: int = 0
 
 
 class StreamReceiver:
-    """Takes one PutStream: gathers whole objects, checks them, and stores them a chunk at a time.
+    """Takes the objects of one PUT: while a chunk is stored, the next one is received. In the thread of the connection.
 
     Nothing of an object reaches the store before all of it is here and its checksum is right, so a client that dies in
     the middle of one leaves nothing behind.
     """
 
-    def __init__(self, transfers: Transfers, session: Session, config: DaemonConfig) -> None:
-        self._store = transfers.store
+    def __init__(
+        self,
+        transfers: Transfers,
+        staging: Staging,
+        session: Session,
+        connection: BulkConnection,
+        config: DaemonConfig,
+        *,
+        deadline_s: float,
+    ) -> None:
         self._transfers = transfers
-        self._session = session
-        self._config = config
-        self.sizes: list[int] = []
-        self.counted_bytes = 0  # against the tenant's rate
-        self._outcomes: list[Outcome] = []
-        self._whole: list[_Upload] = []
+        self._staging = staging
+        self._budget = session.budget
+        self._connection = connection
+        self._object_bytes_max = config.object_bytes_max
+        self._deadline_s = deadline_s
+        self._chunk_bytes_max = min(WRITE_CHUNK_BYTES, transfers.read_chunk_bytes_max)
+        self._received_bytes = 0  # of this call
         self._current: _Upload | None = None
-        self._total_bytes = 0
+        self._whole: list[_Upload] = []
+        self._writing: deque[tuple[list[_Upload], Job[list[Outcome]]]] = deque()
 
-    async def receive_all(self, first: pb.Frame, next_frame: NextFrame, *, deadline: float) -> list[Outcome]:
-        """Outcomes by index. What was stored before one of these is raised stays stored.
+    def receive_all(self, extents: list[Extent], outcomes: list[Outcome]) -> None:
+        """Receives the objects in order, and fills in their outcomes: DEADLINE for what is not stored by then. What was
+        stored before one of these is raised stays stored.
 
-        Raises Refusal(BAD_FRAME or BATCH_TOO_LARGE), and TimeoutError at the deadline. A client that sends nothing for
-        FRAME_S breaks the rules, too.
+        Raises ConnectionOver, and Refusal(BAD_STREAM) when the client keeps the daemon waiting.
         """
+        for extent in extents:
+            outcomes[extent.index] = Outcome.DEADLINE
         try:
-            frame: pb.Frame | None = first
-            while frame is not None:
-                await self._take(frame, deadline=deadline)
-                frame = await _within_patience(next_frame)
-            if self._current is not None:
-                raise Refusal(RefusalCode.BAD_FRAME, f"the stream ended within object {self._current.index}")
-            await self._flush(deadline=deadline)
-            return self._outcomes
+            for extent in extents:
+                self._receive(extent, outcomes)
+            self._flush(outcomes)
+            while self._writing:
+                self._settle_oldest(outcomes)
         finally:
             for upload in (*self._whole, *([self._current] if self._current else [])):
-                _drop(upload)
+                self._free(upload)
+            for _, job in self._writing:
+                self._transfers.withdraw(job)
 
-    async def _take(self, frame: pb.Frame, *, deadline: float) -> None:
-        if len(frame.payload) > self._config.frame_bytes_max:
-            raise Refusal(
-                RefusalCode.BAD_FRAME,
-                f"a frame of {len(frame.payload)} bytes: frame_bytes_max is {self._config.frame_bytes_max}",
-            )
-        if self._current is None:
-            self._current = self._begin(frame)
-        upload = self._current
-        if frame.index != upload.index:
-            raise Refusal(RefusalCode.BAD_FRAME, f"a frame of object {frame.index} within object {upload.index}")
-        end = upload.received_bytes + len(frame.payload)
-        if end > upload.size_bytes or (frame.last and end != upload.size_bytes):
-            raise Refusal(RefusalCode.BAD_FRAME, f"object {upload.index} has {end} bytes, not {upload.size_bytes}")
-        if upload.buffer is not None:
-            await self._reserve(upload, end, deadline=deadline)
-            upload.buffer += frame.payload
-        upload.received_bytes = end
-        if frame.last:
-            self._current = None
-            await self._finish(upload, frame.checksum, deadline=deadline)
+    def _receive(self, extent: Extent, outcomes: list[Outcome]) -> None:
+        upload = self._current = _Upload(extent, self._staging.lend(extent.size_bytes))
+        payload = memoryview(upload.buffer)
+        hasher = payload_hasher(extent.key[TENANT_BYTES:])
+        while upload.received_bytes < extent.size_bytes:
+            if upload.received_bytes == upload.reserved_bytes:
+                self._reserve(upload, outcomes)
+            end = min(upload.received_bytes + BULK_PIECE_BYTES, upload.reserved_bytes)
+            piece = payload[upload.received_bytes : end]
+            self._connection.receive(piece)
+            hasher.update(piece)
+            self._received_bytes += len(piece)
+            upload.received_bytes = end
+        [checksum] = BULK_CHECKSUM.unpack(self._connection.receive_bytes(BULK_CHECKSUM.size))
+        self._current = None
+        if hasher.intdigest() != checksum:
+            outcomes[extent.index] = Outcome.CORRUPT
+            self._free(upload)
+            return
+        self._whole.append(upload)
+        if sum(whole.extent.size_bytes for whole in self._whole) >= self._chunk_bytes_max:
+            self._flush(outcomes)
 
-    def _begin(self, frame: pb.Frame) -> _Upload:
-        index = len(self._outcomes)
-        if frame.index != index or not 1 <= len(frame.key) <= KEY_BYTES_MAX:
-            raise Refusal(
-                RefusalCode.BAD_FRAME,
-                f"expected the first frame of object {index}, with a key of 1 to {KEY_BYTES_MAX} bytes",
-            )
-        if index >= self._config.batch_keys_max:
-            raise Refusal(RefusalCode.BATCH_TOO_LARGE, f"batch_keys_max is {self._config.batch_keys_max}")
-        self.sizes.append(frame.size)
-        self._total_bytes += frame.size
-        if self._total_bytes > self._config.batch_bytes_max:
-            raise Refusal(RefusalCode.BATCH_TOO_LARGE, f"batch_bytes_max is {self._config.batch_bytes_max}")
-        problem = check_size(frame.size, self._config)
-        if problem is None and not self._session.rates.try_bytes(frame.size):
-            problem = Outcome.REFUSED
-        if problem is not None:
-            self._outcomes.append(problem)
-            return _Upload(index, frame.key, frame.size, buffer=None)
-        self.counted_bytes += frame.size
-        self._outcomes.append(Outcome.DEADLINE)
-        return _Upload(index, frame.key, frame.size, bytearray())
-
-    async def _reserve(self, upload: _Upload, end: int, *, deadline: float) -> None:
-        """Room for ``[0, end)`` of an object at least: only what is sent takes room, not what is announced.
+    def _reserve(self, upload: _Upload, outcomes: list[Outcome]) -> None:
+        """Room for more of an object: for what has been sent, not for what was announced. Who has sent so much in this
+        call may be expected to send as much again.
 
         While there is room for one more object of any size beside it, just these bytes are taken. Otherwise all the
         rest of the object is waited for. That never ends with uploads that wait for each other: what was taken without
         waiting always left room for a whole object, so who is first in the line gets its rest, ends, and gives both
         back. Objects that are complete are stored before the wait, so they hold up nobody.
         """
-        if end <= upload.reserved_bytes:
-            return
-        budget = self._session.budget
-        spare_bytes = self._config.object_bytes_max
-        ticket = budget.try_acquire(end - upload.reserved_bytes, spare_bytes=spare_bytes)
+        missing_bytes = upload.extent.size_bytes - upload.reserved_bytes
+        sent_bytes = self._received_bytes
+        if sent_bytes < missing_bytes:
+            sent_bytes = max(sent_bytes, self._connection.available_bytes())
+        step_bytes = min(missing_bytes, sent_bytes)
+        ticket = self._budget.try_acquire(step_bytes, spare_bytes=self._object_bytes_max)
         if ticket is None:
-            await self._flush(deadline=deadline)
-            end = upload.size_bytes
-            ticket = await budget.acquire(end - upload.reserved_bytes, deadline=deadline)
-        upload.reserved_bytes = end
+            self._flush(outcomes)
+            step_bytes = missing_bytes
+            try:
+                ticket = self._budget.acquire_blocking(step_bytes, wait=self._wait_for_room)
+            except TimeoutError as error:
+                raise ConnectionOver("deadline") from error
+        upload.reserved_bytes += step_bytes
         if upload.ticket is None:
             upload.ticket = ticket
         else:
             upload.ticket.absorb(ticket)
 
-    async def _finish(self, upload: _Upload, checksum: int, *, deadline: float) -> None:
-        if upload.buffer is None:
-            return
-        self._whole.append(upload)
-        if payload_checksum(upload.key, memoryview(upload.buffer)) != checksum:
-            self._outcomes[upload.index] = Outcome.CORRUPT
-            self._whole.pop()
-            _drop(upload)
-        elif sum(whole.size_bytes for whole in self._whole) >= self._transfers.read_chunk_bytes_max:
-            await self._flush(deadline=deadline)
+    def _wait_for_room(self, granted: Granted) -> None:
+        self._connection.wait(granted, deadline_s=self._deadline_s)
 
-    async def _flush(self, *, deadline: float) -> None:
-        """Stores the objects that are complete. One that is not stored by the deadline keeps the outcome DEADLINE."""
+    def _flush(self, outcomes: list[Outcome]) -> None:
+        """Starts to store the objects that are complete, when not too many are being stored."""
         batch, self._whole = self._whole, []
         if not batch:
             return
+        items = [PutItem(upload.extent.key, memoryview(upload.buffer)) for upload in batch]
 
-        def let_go() -> None:
+        def free(_: object = None) -> None:
             for upload in batch:
-                _drop(upload)
+                self._free(upload)
 
         try:
-            job = self._transfers.start(lambda: self._write(batch), len(batch), let_go=let_go)
+            job = self._transfers.submit(lambda: self._transfers.store.put(items), len(items))
         except QueueFull:
-            let_go()
-            self._settle(batch, [Outcome.REFUSED] * len(batch))
+            free()
+            _settle(batch, [Outcome.REFUSED] * len(batch), outcomes)
             return
+        job.future.add_done_callback(free)
+        self._writing.append((batch, job))
+        if len(self._writing) > WRITING_CHUNKS_MAX:
+            self._settle_oldest(outcomes)
+
+    def _settle_oldest(self, outcomes: list[Outcome]) -> None:
+        batch, job = self._writing.popleft()
         try:
-            async with asyncio.timeout_at(deadline):
-                self._settle(batch, await asyncio.shield(asyncio.wrap_future(job.future)))
-        finally:
+            _settle(batch, self._connection.wait(job.future, deadline_s=self._deadline_s), outcomes)
+        except (TimeoutError, CancelledError):
             self._transfers.withdraw(job)
-
-    def _write(self, batch: list[_Upload]) -> list[Outcome]:
-        return self._store.put(
-            [
-                PutItem(self._session.physical_key(upload.key), memoryview(upload.buffer))
-                for upload in batch
-                if upload.buffer is not None
-            ]
-        )
-
-    def _settle(self, batch: list[_Upload], outcomes: list[Outcome]) -> None:
-        for upload, outcome in zip(batch, outcomes, strict=True):
-            self._outcomes[upload.index] = outcome
-
-
-async def _within_patience(next_frame: NextFrame) -> pb.Frame | None:
-    patience = asyncio.timeout(FRAME_S)
-    try:
-        async with patience:
-            return await next_frame()
-    except TimeoutError as error:
-        if not patience.expired():
+        except ConnectionOver:
+            self._transfers.withdraw(job)
             raise
-        raise Refusal(RefusalCode.BAD_FRAME, f"no frame came within {FRAME_S:g} s") from error
+
+    def _free(self, upload: _Upload) -> None:
+        self._staging.give_back(upload.buffer)
+        if upload.ticket is not None:
+            upload.ticket.drop()
 
 
-def _drop(upload: _Upload) -> None:
-    if upload.ticket is not None:
-        upload.ticket.drop()
-        upload.ticket = None
+def _settle(batch: list[_Upload], stored: list[Outcome], outcomes: list[Outcome]) -> None:
+    for upload, outcome in zip(batch, stored, strict=True):
+        outcomes[upload.extent.index] = outcome
+
+
+def _bytes_of(chunk: list[Extent]) -> int:
+    return sum(extent.size_bytes for extent in chunk)

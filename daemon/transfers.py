@@ -41,7 +41,9 @@ Work = Callable[[], list[Outcome]]
 
 
 class Transfers:
-    """Runs the storage work of all sessions. Event loop only; the work itself runs in storage threads."""
+    """Runs the storage work of all sessions. Event loop only where nothing else is said; the work runs in storage
+    threads.
+    """
 
     def __init__(self, storage: Storage, metrics: Metrics, *, chunk_bytes_ceiling: int) -> None:
         self.store = storage.store
@@ -65,24 +67,19 @@ class Transfers:
         chunks = split_chunks(extents, bytes_max=self.write_chunk_bytes_max)
         await self._run(session, region, chunks, outcomes, work=self._write, deadline=deadline)
 
-    def start(self, work: Work, item_count: int, *, let_go: Callable[[], None]) -> Job[list[Outcome]]:
-        """Queues ``work``, which never raises: a failure is IO_ERROR for all items.
+    def submit(self, work: Work, item_count: int) -> Job[list[Outcome]]:
+        """Queues ``work`` for a thread that moves bytes. It never raises: a failure is IO_ERROR for all items.
 
-        ``let_go`` is called once, in the event loop, when no thread touches what the work touches any more. Raises
-        QueueFull, after which it is not called.
+        Raises QueueFull. Thread-safe.
         """
-        loop = asyncio.get_running_loop()
-        job = self._storage.bulk.submit(partial(self._safely, work, item_count))
+        return self._storage.bulk.submit(partial(self._safely, work, item_count))
 
-        def ended(_: object) -> None:
-            with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends, and its mappings with it
-                loop.call_soon_threadsafe(let_go)
-
-        job.future.add_done_callback(ended)
-        return job
+    def ask(self, work: Work, item_count: int) -> Job[list[Outcome]]:
+        """As ``submit``, for a thread that answers short questions."""
+        return self._storage.control.submit(partial(self._safely, work, item_count))
 
     def withdraw(self, job: Job[list[Outcome]]) -> None:
-        """Takes a job back if no thread has started it."""
+        """Takes a job of ``submit`` back if no thread has started it. Thread-safe."""
         self._storage.bulk.withdraw(job)
 
     async def _run(
@@ -138,11 +135,13 @@ class Transfers:
             region.release()
 
         try:
-            return self.start(partial(work, region, chunk), len(chunk), let_go=let_go)
+            job = self.submit(partial(work, region, chunk), len(chunk))
         except QueueFull:
             let_go()
             _fill(outcomes, chunk, Outcome.REFUSED)
             return None
+        _when_done(job, let_go)
+        return job
 
     def _safely(self, work: Work, item_count: int) -> list[Outcome]:
         try:
@@ -163,6 +162,17 @@ class Transfers:
         with _slices(region, chunk) as sources:
             items = [PutItem(extent.key, source) for extent, source in zip(chunk, sources, strict=True)]
             return self.store.put(items)
+
+
+def _when_done(job: Job[list[Outcome]], let_go: Callable[[], None]) -> None:
+    """Calls ``let_go`` in the event loop when no thread touches what the job touches any more."""
+    loop = asyncio.get_running_loop()
+
+    def ended(_: object) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends, and its mappings with it
+            loop.call_soon_threadsafe(let_go)
+
+    job.future.add_done_callback(ended)
 
 
 def split_chunks(extents: Iterable[Extent], *, bytes_max: int) -> deque[list[Extent]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hicache.errors import ConfigError
+from hicache.wire import hicached_pb2 as wire
 from hicache.wire.protocol import channel_options
 
 UNIX_PATH_BYTES_MAX = 107  # sun_path, less its terminating zero
@@ -18,6 +19,12 @@ class DaemonAddress:
     text: str
     target: str
     is_local: bool  # a Unix socket: memory can be shared over it
+
+    def bulk_address(self, welcome: wire.Welcome) -> str | tuple[str, int]:
+        """Where the bulk socket is: a path, or host and port."""
+        if self.is_local:
+            return welcome.bulk_socket
+        return self.target.rpartition(":")[0].strip("[]"), welcome.bulk_port
 
     @property
     def channel_options(self) -> list[tuple[str, str | int]]:

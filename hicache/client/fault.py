@@ -98,21 +98,25 @@ def fault_of(error: object) -> Fault:
     if not isinstance(error, grpc.Call):
         return Fault(FaultKind.LOST, "RPC_ERROR", str(error))
     status, details = error.code(), error.details() or ""
-    refusal = parse_refusal(details)
-    if refusal is not None:
-        code, text = refusal
-        return Fault(
-            FaultKind.REFUSED,
-            code,
-            text,
-            is_lasting=code in _LASTING,
-            leaves_bytes_alone=code in _BEFORE_ANY_BYTE,
-        )
+    fault = refusal_fault(details)
+    if fault is not None:
+        return fault
     if status in _LASTING_STATUS:
         return Fault(FaultKind.REFUSED, _LASTING_STATUS[status], details, is_lasting=True)
     if status is grpc.StatusCode.DEADLINE_EXCEEDED:
         return Fault(FaultKind.DEADLINE, status.name, details)
     return Fault(FaultKind.LOST, status.name, details)
+
+
+def refusal_fault(details: str) -> Fault | None:
+    """The fault behind a typed refusal, ``CODE: text``; None where ``details`` is something else."""
+    refusal = parse_refusal(details)
+    if refusal is None:
+        return None
+    code, text = refusal
+    return Fault(
+        FaultKind.REFUSED, code, text, is_lasting=code in _LASTING, leaves_bytes_alone=code in _BEFORE_ANY_BYTE
+    )
 
 
 def call(

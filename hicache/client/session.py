@@ -14,6 +14,7 @@ import grpc
 import msgspec
 
 from hicache.client.address import DaemonAddress
+from hicache.client.bulk_link import BulkLinks
 from hicache.client.fault import Fault, FaultKind, call, fault_of
 from hicache.client.memory_link import MemoryLink
 from hicache.lease_book import LeaseBook
@@ -21,7 +22,6 @@ from hicache.spec import CacheSpec
 from hicache.wire import hicached_pb2 as wire
 from hicache.wire.hicached_pb2_grpc import HiCachedStub
 from hicache.wire.protocol import (
-    FRAME_OVERHEAD_BYTES,
     KEY_BYTES_MAX,
     MESSAGE_BYTES_MAX,
     PROTOCOL_VERSION,
@@ -61,7 +61,6 @@ class SessionLimits:
     object_bytes_max: int
     batch_keys_max: int
     batch_bytes_max: int
-    frame_bytes_max: int
     lease_ms_max: int
     key_bytes_max: int
 
@@ -71,6 +70,7 @@ class Session:
 
     def __init__(self, address: DaemonAddress, identity: Identity, *, on_end: Callable[[], None]) -> None:
         """Ask for a session; use ``open``, which waits for the answer."""
+        self._address = address
         self._on_end = on_end
         self._goodbye = threading.Event()
         self._channel = grpc.insecure_channel(address.target, options=address.channel_options)
@@ -78,7 +78,8 @@ class Session:
         self._answered = threading.Event()
         self._fault: Fault | None = None
         self.welcome = wire.Welcome()
-        self.limits = SessionLimits(1, 1, 1, 1, 0, KEY_BYTES_MAX)
+        self.limits = SessionLimits(1, 1, 1, 0, KEY_BYTES_MAX)
+        self.bulk = BulkLinks("", b"")  # of no use before the welcome
         self.link: MemoryLink | None = None  # the registered memory, while there is any
         self.can_share_memory = False  # whether it is worth trying to register the memory
         self.stream_reason = ""  # why bulk goes through streams; empty while it need not
@@ -123,6 +124,7 @@ class Session:
         self._goodbye.set()
         if self.link is not None:
             self.link.detach()
+        self.bulk.close()
         self._stream.cancel()
         self._channel.close()
         if self._reader is not threading.current_thread():
@@ -138,6 +140,7 @@ class Session:
         if isinstance(limits, Fault):
             return limits
         self.limits = limits
+        self.bulk = BulkLinks(self._address.bulk_address(self.welcome), self.secret)
         return None
 
     def _requests(self, hello: wire.Hello) -> Iterator[wire.SessionRequest]:
@@ -161,12 +164,8 @@ class Session:
 
 def _agreed_limits(limits: wire.Limits, identity: Identity) -> SessionLimits | Fault:
     """The limits of the session, or which of them cannot work: found when connecting, not at the first big page."""
-    if not (limits.object_bytes_max and limits.batch_keys_max and limits.batch_bytes_max and limits.frame_bytes_max):
+    if not (limits.object_bytes_max and limits.batch_keys_max and limits.batch_bytes_max):
         return _unusable("BAD_LIMITS", "hicached named a limit of zero")
-    if limits.frame_bytes_max + FRAME_OVERHEAD_BYTES > MESSAGE_BYTES_MAX:
-        return _unusable(
-            "BAD_LIMITS", f"frames of {limits.frame_bytes_max} bytes do not fit into messages of {MESSAGE_BYTES_MAX}"
-        )
     object_bytes_max = min(limits.object_bytes_max, limits.batch_bytes_max)
     if identity.object_bytes_max > object_bytes_max:
         return _unusable(
@@ -178,7 +177,6 @@ def _agreed_limits(limits: wire.Limits, identity: Identity) -> SessionLimits | F
         object_bytes_max=object_bytes_max,
         batch_keys_max=_keys_that_fit(limits.batch_keys_max),
         batch_bytes_max=limits.batch_bytes_max,
-        frame_bytes_max=limits.frame_bytes_max,
         lease_ms_max=limits.lease_ms_max,
         key_bytes_max=limits.key_bytes_max or KEY_BYTES_MAX,
     )
@@ -186,7 +184,7 @@ def _agreed_limits(limits: wire.Limits, identity: Identity) -> SessionLimits | F
 
 def _keys_that_fit(batch_keys_max: int) -> int:
     """No more keys than one message can carry, whatever the daemon would take."""
-    while message_bytes_needed(batch_keys_max=batch_keys_max, frame_bytes_max=1) > MESSAGE_BYTES_MAX:
+    while message_bytes_needed(batch_keys_max=batch_keys_max) > MESSAGE_BYTES_MAX:
         batch_keys_max //= 2
     return batch_keys_max
 

@@ -9,7 +9,8 @@ request can name another tenant.
 
 Bulk data on the same node goes through registered memory: the client connects to Welcome.memory_socket, sends the
 session secret with its memfd attached (SCM_RIGHTS), and gets a region id back. hicached closes that connection only
-when no transfer touches the region any more: end of file means that the client's pages are its own again.
+when no transfer touches the region any more: end of file means that the client's pages are its own again. Clients that
+cannot share memory connect to the bulk socket.
 """
 
 from collections import abc as _abc
@@ -119,6 +120,8 @@ class Welcome(_message.Message):
     STORE_ID_FIELD_NUMBER: _builtins.int
     NAMESPACE_DIFFERS_FIELD_NUMBER: _builtins.int
     DAEMON_VERSION_FIELD_NUMBER: _builtins.int
+    BULK_SOCKET_FIELD_NUMBER: _builtins.int
+    BULK_PORT_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     session_secret: _builtins.bytes
     """authenticates the calls of this session; 32 bytes"""
@@ -128,6 +131,10 @@ class Welcome(_message.Message):
     store_id: _builtins.bytes
     """16 bytes; changes when the store was made anew"""
     daemon_version: _builtins.str
+    bulk_socket: _builtins.str
+    """over a Unix socket: the path of the bulk socket (hicache/wire/bulk.py)"""
+    bulk_port: _builtins.int
+    """over TCP: its port, on the same host"""
     @_builtins.property
     def limits(self) -> Global___Limits: ...
     @_builtins.property
@@ -145,10 +152,12 @@ class Welcome(_message.Message):
         store_id: _builtins.bytes = ...,
         namespace_differs: _abc.Iterable[_builtins.str] | None = ...,
         daemon_version: _builtins.str = ...,
+        bulk_socket: _builtins.str = ...,
+        bulk_port: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["daemon_version", b"daemon_version", "limits", b"limits", "memory_socket", b"memory_socket", "namespace_differs", b"namespace_differs", "session_id", b"session_id", "session_secret", b"session_secret", "store_id", b"store_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk_port", b"bulk_port", "bulk_socket", b"bulk_socket", "daemon_version", b"daemon_version", "limits", b"limits", "memory_socket", b"memory_socket", "namespace_differs", b"namespace_differs", "session_id", b"session_id", "session_secret", b"session_secret", "store_id", b"store_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -161,13 +170,11 @@ class Limits(_message.Message):
     OBJECT_BYTES_MAX_FIELD_NUMBER: _builtins.int
     BATCH_KEYS_MAX_FIELD_NUMBER: _builtins.int
     BATCH_BYTES_MAX_FIELD_NUMBER: _builtins.int
-    FRAME_BYTES_MAX_FIELD_NUMBER: _builtins.int
     LEASE_MS_MAX_FIELD_NUMBER: _builtins.int
     KEY_BYTES_MAX_FIELD_NUMBER: _builtins.int
     object_bytes_max: _builtins.int
     batch_keys_max: _builtins.int
     batch_bytes_max: _builtins.int
-    frame_bytes_max: _builtins.int
     lease_ms_max: _builtins.int
     key_bytes_max: _builtins.int
     def __init__(
@@ -176,13 +183,12 @@ class Limits(_message.Message):
         object_bytes_max: _builtins.int = ...,
         batch_keys_max: _builtins.int = ...,
         batch_bytes_max: _builtins.int = ...,
-        frame_bytes_max: _builtins.int = ...,
         lease_ms_max: _builtins.int = ...,
         key_bytes_max: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_bytes_max", b"batch_bytes_max", "batch_keys_max", b"batch_keys_max", "frame_bytes_max", b"frame_bytes_max", "key_bytes_max", b"key_bytes_max", "lease_ms_max", b"lease_ms_max", "object_bytes_max", b"object_bytes_max"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_bytes_max", b"batch_bytes_max", "batch_keys_max", b"batch_keys_max", "key_bytes_max", b"key_bytes_max", "lease_ms_max", b"lease_ms_max", "object_bytes_max", b"object_bytes_max"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -299,82 +305,6 @@ class TransferReply(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___TransferReply: _TypeAlias = TransferReply  # noqa: Y015
-
-@_typing.final
-class StreamGetRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_SECRET_FIELD_NUMBER: _builtins.int
-    KEYS_FIELD_NUMBER: _builtins.int
-    KEY_BYTES_FIELD_NUMBER: _builtins.int
-    SIZES_FIELD_NUMBER: _builtins.int
-    session_secret: _builtins.bytes
-    keys: _builtins.bytes
-    key_bytes: _builtins.int
-    @_builtins.property
-    def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]: ...
-    def __init__(
-        self,
-        *,
-        session_secret: _builtins.bytes = ...,
-        keys: _builtins.bytes = ...,
-        key_bytes: _builtins.int = ...,
-        sizes: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_bytes", b"key_bytes", "keys", b"keys", "session_secret", b"session_secret", "sizes", b"sizes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___StreamGetRequest: _TypeAlias = StreamGetRequest  # noqa: Y015
-
-@_typing.final
-class Frame(_message.Message):
-    """GetStream: for each object, in any order, either one frame with an outcome that is not OK, or its payload in
-    consecutive frames, the last of which has `last` and the checksum. PutStream: the first frame of the call carries
-    session_secret; the first frame of each object carries key and size; the last one `last` and the checksum.
-    """
-
-    DESCRIPTOR: _descriptor.Descriptor
-
-    INDEX_FIELD_NUMBER: _builtins.int
-    OUTCOME_FIELD_NUMBER: _builtins.int
-    PAYLOAD_FIELD_NUMBER: _builtins.int
-    LAST_FIELD_NUMBER: _builtins.int
-    CHECKSUM_FIELD_NUMBER: _builtins.int
-    KEY_FIELD_NUMBER: _builtins.int
-    SIZE_FIELD_NUMBER: _builtins.int
-    SESSION_SECRET_FIELD_NUMBER: _builtins.int
-    index: _builtins.int
-    """position of the object in the batch"""
-    outcome: _builtins.int
-    payload: _builtins.bytes
-    last: _builtins.bool
-    checksum: _builtins.int
-    """xxh3_64 bound to the object key without the tenant (hicache/checksum.py)"""
-    key: _builtins.bytes
-    size: _builtins.int
-    session_secret: _builtins.bytes
-    def __init__(
-        self,
-        *,
-        index: _builtins.int = ...,
-        outcome: _builtins.int = ...,
-        payload: _builtins.bytes = ...,
-        last: _builtins.bool = ...,
-        checksum: _builtins.int = ...,
-        key: _builtins.bytes = ...,
-        size: _builtins.int = ...,
-        session_secret: _builtins.bytes = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["checksum", b"checksum", "index", b"index", "key", b"key", "last", b"last", "outcome", b"outcome", "payload", b"payload", "session_secret", b"session_secret", "size", b"size"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___Frame: _TypeAlias = Frame  # noqa: Y015
 
 @_typing.final
 class KeysRequest(_message.Message):

@@ -54,16 +54,6 @@ class HiCachedStub(object):
                 request_serializer=hicache_dot_wire_dot_hicached__pb2.TransferRequest.SerializeToString,
                 response_deserializer=hicache_dot_wire_dot_hicached__pb2.TransferReply.FromString,
                 _registered_method=True)
-        self.GetStream = channel.unary_stream(
-                '/hicached.v1.HiCached/GetStream',
-                request_serializer=hicache_dot_wire_dot_hicached__pb2.StreamGetRequest.SerializeToString,
-                response_deserializer=hicache_dot_wire_dot_hicached__pb2.Frame.FromString,
-                _registered_method=True)
-        self.PutStream = channel.stream_unary(
-                '/hicached.v1.HiCached/PutStream',
-                request_serializer=hicache_dot_wire_dot_hicached__pb2.Frame.SerializeToString,
-                response_deserializer=hicache_dot_wire_dot_hicached__pb2.TransferReply.FromString,
-                _registered_method=True)
         self.Delete = channel.unary_unary(
                 '/hicached.v1.HiCached/Delete',
                 request_serializer=hicache_dot_wire_dot_hicached__pb2.KeysRequest.SerializeToString,
@@ -122,19 +112,6 @@ class HiCachedServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def GetStream(self, request, context):
-        """for clients that cannot share memory
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def PutStream(self, request_iterator, context):
-        """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
     def Delete(self, request, context):
         """Missing associated documentation comment in .proto file."""
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
@@ -189,16 +166,6 @@ def add_HiCachedServicer_to_server(servicer, server):
             'Put': grpc.unary_unary_rpc_method_handler(
                     servicer.Put,
                     request_deserializer=hicache_dot_wire_dot_hicached__pb2.TransferRequest.FromString,
-                    response_serializer=hicache_dot_wire_dot_hicached__pb2.TransferReply.SerializeToString,
-            ),
-            'GetStream': grpc.unary_stream_rpc_method_handler(
-                    servicer.GetStream,
-                    request_deserializer=hicache_dot_wire_dot_hicached__pb2.StreamGetRequest.FromString,
-                    response_serializer=hicache_dot_wire_dot_hicached__pb2.Frame.SerializeToString,
-            ),
-            'PutStream': grpc.stream_unary_rpc_method_handler(
-                    servicer.PutStream,
-                    request_deserializer=hicache_dot_wire_dot_hicached__pb2.Frame.FromString,
                     response_serializer=hicache_dot_wire_dot_hicached__pb2.TransferReply.SerializeToString,
             ),
             'Delete': grpc.unary_unary_rpc_method_handler(
@@ -334,60 +301,6 @@ class HiCached(object):
             target,
             '/hicached.v1.HiCached/Put',
             hicache_dot_wire_dot_hicached__pb2.TransferRequest.SerializeToString,
-            hicache_dot_wire_dot_hicached__pb2.TransferReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def GetStream(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_stream(
-            request,
-            target,
-            '/hicached.v1.HiCached/GetStream',
-            hicache_dot_wire_dot_hicached__pb2.StreamGetRequest.SerializeToString,
-            hicache_dot_wire_dot_hicached__pb2.Frame.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def PutStream(request_iterator,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.stream_unary(
-            request_iterator,
-            target,
-            '/hicached.v1.HiCached/PutStream',
-            hicache_dot_wire_dot_hicached__pb2.Frame.SerializeToString,
             hicache_dot_wire_dot_hicached__pb2.TransferReply.FromString,
             options,
             channel_credentials,

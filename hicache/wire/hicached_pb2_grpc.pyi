@@ -9,7 +9,8 @@ request can name another tenant.
 
 Bulk data on the same node goes through registered memory: the client connects to Welcome.memory_socket, sends the
 session secret with its memfd attached (SCM_RIGHTS), and gets a region id back. hicached closes that connection only
-when no transfer touches the region any more: end of file means that the client's pages are its own again.
+when no transfer touches the region any more: end of file means that the client's pages are its own again. Clients that
+cannot share memory connect to the bulk socket.
 """
 
 from collections import abc as _abc
@@ -49,9 +50,6 @@ class HiCachedStub:
     """backend -> registered memory"""
     Put: _grpc.UnaryUnaryMultiCallable[_hicached_pb2.TransferRequest, _hicached_pb2.TransferReply]
     """registered memory -> backend"""
-    GetStream: _grpc.UnaryStreamMultiCallable[_hicached_pb2.StreamGetRequest, _hicached_pb2.Frame]
-    """for clients that cannot share memory"""
-    PutStream: _grpc.StreamUnaryMultiCallable[_hicached_pb2.Frame, _hicached_pb2.TransferReply]
     Delete: _grpc.UnaryUnaryMultiCallable[_hicached_pb2.KeysRequest, _hicached_pb2.TransferReply]
     Lease: _grpc.UnaryUnaryMultiCallable[_hicached_pb2.LeaseRequest, _hicached_pb2.LeaseReply]
     """renew or release"""
@@ -73,9 +71,6 @@ class HiCachedAsyncStub(HiCachedStub):
     """backend -> registered memory"""
     Put: _aio.UnaryUnaryMultiCallable[_hicached_pb2.TransferRequest, _hicached_pb2.TransferReply]  # type: ignore[assignment]
     """registered memory -> backend"""
-    GetStream: _aio.UnaryStreamMultiCallable[_hicached_pb2.StreamGetRequest, _hicached_pb2.Frame]  # type: ignore[assignment]
-    """for clients that cannot share memory"""
-    PutStream: _aio.StreamUnaryMultiCallable[_hicached_pb2.Frame, _hicached_pb2.TransferReply]  # type: ignore[assignment]
     Delete: _aio.UnaryUnaryMultiCallable[_hicached_pb2.KeysRequest, _hicached_pb2.TransferReply]  # type: ignore[assignment]
     Lease: _aio.UnaryUnaryMultiCallable[_hicached_pb2.LeaseRequest, _hicached_pb2.LeaseReply]  # type: ignore[assignment]
     """renew or release"""
@@ -118,21 +113,6 @@ class HiCachedServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_hicached_pb2.TransferReply, _abc.Awaitable[_hicached_pb2.TransferReply]]:
         """registered memory -> backend"""
-
-    @_abc_1.abstractmethod
-    def GetStream(
-        self,
-        request: _hicached_pb2.StreamGetRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_abc.Iterator[_hicached_pb2.Frame], _abc.AsyncIterator[_hicached_pb2.Frame]]:
-        """for clients that cannot share memory"""
-
-    @_abc_1.abstractmethod
-    def PutStream(
-        self,
-        request_iterator: _MaybeAsyncIterator[_hicached_pb2.Frame],
-        context: _ServicerContext,
-    ) -> _typing.Union[_hicached_pb2.TransferReply, _abc.Awaitable[_hicached_pb2.TransferReply]]: ...
 
     @_abc_1.abstractmethod
     def Delete(

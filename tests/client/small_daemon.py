@@ -14,12 +14,25 @@ from collections.abc import Callable, Iterator
 from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import BinaryIO
 
 import grpc
 
 from hicache.checksum import payload_checksum
 from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as wire
+from hicache.wire.bulk import (
+    BULK_ACCEPTED,
+    BULK_CHECKSUM,
+    BULK_HELLO,
+    BULK_OBJECT,
+    BULK_REASON,
+    BULK_REFUSED,
+    BULK_REQUEST,
+    BULK_SIZE_BYTES,
+    BulkKind,
+    unpack_sizes,
+)
 from hicache.wire.hicached_pb2_grpc import HiCachedServicer, add_HiCachedServicer_to_server
 from hicache.wire.protocol import (
     MEMORY_ACCEPTED,
@@ -42,8 +55,8 @@ class Faults:
 
     before_reply: Callable[[str], None] = lambda operation: None  # may block: a late or missing answer
     before_bytes: Callable[[str], None] = lambda operation: None  # before registered memory is touched
-    frames: Callable[[list[wire.Frame]], list[wire.Frame]] = lambda frames: frames  # of one GetStream
-    frames_end: Callable[[grpc.ServicerContext], None] = lambda context: None  # after the last frame
+    objects: Callable[[list[bytes]], list[bytes]] = lambda objects: objects  # of a get over the bulk socket, as sent
+    objects_end: Callable[[], bool] = lambda: True  # after the last of them; False ends the connection
     refuse: dict[str, tuple[grpc.StatusCode, str]] = field(default_factory=dict)  # by operation
     refuse_memory: str = ""
     watch: Callable[[], Iterator[wire.WatchEvents]] | None = None  # the events of one watch; None: there are none
@@ -99,19 +112,20 @@ class SmallDaemon(HiCachedServicer):
             object_bytes_max=64 * MIB,
             batch_keys_max=4096,
             batch_bytes_max=256 * MIB,
-            frame_bytes_max=MIB,
             lease_ms_max=60_000,
             key_bytes_max=112,
         )
         self.requests: dict[str, list[object]] = {}
-        self.active_streams = 0
         self.sessions: dict[bytes, list[Region]] = {}
         self._regions: dict[int, Region] = {}
         self._region_count = 0
         self._lock = threading.Lock()
         self._has_memory_socket = has_memory_socket
         self.memory_path = str(folder / "memory.sock")
-        self._memory_listener: socket.socket | None = None
+        self.bulk_path = str(folder / "bulk.sock")
+        self._tcp = tcp
+        self._listeners: list[socket.socket] = []
+        self.bulk_connections: set[socket.socket] = set()
         self._server = grpc.server(
             futures.ThreadPoolExecutor(64),
             options=server_options(message_bytes_max=MESSAGE_BYTES_MAX, keepalive_ms=20_000),
@@ -121,22 +135,27 @@ class SmallDaemon(HiCachedServicer):
 
     def start(self) -> SmallDaemon:
         if self._has_memory_socket:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self.memory_path)
-            self._memory_listener = socket.socket(socket.AF_UNIX)
-            self._memory_listener.bind(self.memory_path)
-            self._memory_listener.listen(16)
-            threading.Thread(target=self._accept, args=(self._memory_listener,), daemon=True).start()
+            self._listen(_unix_listener(self.memory_path), self._serve_memory)
+        bulk = socket.create_server(("127.0.0.1", 0)) if self._tcp else _unix_listener(self.bulk_path)
+        self._bulk_port = bulk.getsockname()[1] if self._tcp else 0
+        self._listen(bulk, self._serve_bulk)
         self._server.start()
         return self
 
     def stop(self) -> None:
         """As a daemon that ends in good order; memory connections end when their regions are untouched."""
-        if self._memory_listener is not None:
-            self._memory_listener.shutdown(socket.SHUT_RDWR)
-            self._memory_listener.close()
-            self._memory_listener = None
+        for listener in self._listeners:
+            listener.shutdown(socket.SHUT_RDWR)
+            listener.close()
+        self._listeners.clear()
+        for connection in list(self.bulk_connections):
+            with contextlib.suppress(OSError):
+                connection.shutdown(socket.SHUT_RDWR)
         self._server.stop(grace=0).wait(10)
+
+    def _listen(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
+        self._listeners.append(listener)
+        threading.Thread(target=self._accept, args=(listener, serve), daemon=True).start()
 
     def _bind(self, *, tcp: bool) -> str:
         if tcp:
@@ -166,6 +185,8 @@ class SmallDaemon(HiCachedServicer):
                     session_secret=secret,
                     tenant="default",
                     memory_socket=self.memory_path if self._has_memory_socket else "",
+                    bulk_socket="" if self._tcp else self.bulk_path,
+                    bulk_port=self._bulk_port,
                     limits=self.limits,
                     store_id=b"s" * 16,
                     daemon_version="small",
@@ -193,40 +214,6 @@ class SmallDaemon(HiCachedServicer):
 
     def Put(self, request: wire.TransferRequest, context: grpc.ServicerContext) -> wire.TransferReply:
         return self._transfer("put", request, context, self._write_one)
-
-    def GetStream(self, request: wire.StreamGetRequest, context: grpc.ServicerContext) -> Iterator[wire.Frame]:
-        self._note("get_stream", request, context)
-        self._authenticate(request.session_secret, context)
-        frames: list[wire.Frame] = []
-        for index, (key, size) in enumerate(
-            zip(split_keys(request.keys, request.key_bytes), request.sizes, strict=True)
-        ):
-            frames += self._frames_of(index, key, size)
-        self.active_streams += 1
-        try:
-            yield from self.faults.frames(frames)
-            self.faults.frames_end(context)
-        finally:
-            self.active_streams -= 1
-
-    def PutStream(self, request_iterator: Iterator[wire.Frame], context: grpc.ServicerContext) -> wire.TransferReply:
-        self._note("put_stream", None, context)
-        outcomes: list[Outcome] = []
-        payload = bytearray()
-        key, size = b"", 0
-        for position, frame in enumerate(request_iterator):
-            if position == 0:
-                self._authenticate(frame.session_secret, context)
-            if frame.key:
-                key, size = frame.key, frame.size
-                payload.clear()
-            assert len(frame.payload) <= self.limits.frame_bytes_max
-            payload += frame.payload
-            if frame.last:
-                is_whole = len(payload) == size and payload_checksum(key, bytes(payload)) == frame.checksum
-                outcomes.append(self._store(key, bytes(payload)) if is_whole else Outcome.CORRUPT)
-        self.faults.before_reply("put_stream")
-        return wire.TransferReply(outcomes=bytes(outcomes))
 
     def Delete(self, request: wire.KeysRequest, context: grpc.ServicerContext) -> wire.TransferReply:
         self._note("delete", request, context)
@@ -320,22 +307,62 @@ class SmallDaemon(HiCachedServicer):
         self.objects[key] = payload
         return Outcome.OK
 
-    def _frames_of(self, index: int, key: bytes, size: int) -> list[wire.Frame]:
-        payload = self.objects.get(key)
-        if payload is None or len(payload) != size:
-            return [wire.Frame(index=index, outcome=Outcome.ABSENT if payload is None else Outcome.SIZE_MISMATCH)]
-        step = self.limits.frame_bytes_max
-        frames = [wire.Frame(index=index, payload=payload[start : start + step]) for start in range(0, size, step)]
-        frames[-1].last, frames[-1].checksum = True, payload_checksum(key, payload)
-        return frames
-
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self, listener: socket.socket, serve: Callable[[socket.socket], None]) -> None:
         while True:
             try:
                 connection, _ = listener.accept()
             except OSError:
                 return
-            threading.Thread(target=self._serve_memory, args=(connection,), daemon=True).start()
+            threading.Thread(target=serve, args=(connection,), daemon=True).start()
+
+    def _serve_bulk(self, connection: socket.socket) -> None:
+        self.bulk_connections.add(connection)
+        try:
+            with connection, connection.makefile("rb") as received, contextlib.suppress(OSError):
+                _, secret = BULK_HELLO.unpack(received.read(BULK_HELLO.size))
+                if secret not in self.sessions or "bulk" in self.faults.refuse:
+                    _, reason = self.faults.refuse.get("bulk", (None, "UNKNOWN_SESSION: this daemon did not open it"))
+                    connection.sendall(BULK_REFUSED + BULK_REASON.pack(len(reason)) + reason.encode())
+                    return
+                connection.sendall(BULK_ACCEPTED)
+                while header := received.read(BULK_REQUEST.size):
+                    if not self._answer_bulk(connection, received, header):
+                        return
+        finally:
+            self.bulk_connections.discard(connection)
+
+    def _answer_bulk(self, connection: socket.socket, received: BinaryIO, header: bytes) -> bool:
+        kind, key_bytes, count, _ = BULK_REQUEST.unpack(header)
+        keys = split_keys(received.read(key_bytes * count), key_bytes)
+        sizes = unpack_sizes(received.read(BULK_SIZE_BYTES * count))
+        operation = "get_stream" if kind == BulkKind.GET else "put_stream"
+        with self._lock:
+            self.requests.setdefault(operation, []).append(keys)
+        connection.sendall(BULK_ACCEPTED)
+        if kind == BulkKind.GET:
+            objects = [
+                self._object_of(index, key, size) for index, (key, size) in enumerate(zip(keys, sizes, strict=True))
+            ]
+            for sent in self.faults.objects(objects):
+                connection.sendall(sent)
+            return self.faults.objects_end()
+        outcomes = [Outcome.EXISTS if key in self.objects else Outcome.OK for key in keys]
+        connection.sendall(bytes(outcomes))
+        for index, (key, size) in enumerate(zip(keys, sizes, strict=True)):
+            if outcomes[index] is Outcome.OK:
+                payload = received.read(size)
+                [checksum] = BULK_CHECKSUM.unpack(received.read(BULK_CHECKSUM.size))
+                is_right = payload_checksum(key, payload) == checksum
+                outcomes[index] = self._store(key, payload) if is_right else Outcome.CORRUPT
+        self.faults.before_reply("put_stream")
+        connection.sendall(BULK_ACCEPTED + bytes(outcomes))
+        return True
+
+    def _object_of(self, index: int, key: bytes, size: int) -> bytes:
+        payload = self.objects.get(key)
+        if payload is None or len(payload) != size:
+            return BULK_OBJECT.pack(index, Outcome.ABSENT if payload is None else Outcome.SIZE_MISMATCH)
+        return BULK_OBJECT.pack(index, Outcome.OK) + payload + BULK_CHECKSUM.pack(payload_checksum(key, payload))
 
     def _serve_memory(self, connection: socket.socket) -> None:
         with connection:
@@ -359,6 +386,15 @@ class SmallDaemon(HiCachedServicer):
                     pass
             del self._regions[region_id]
             region.detach()
+
+
+def _unix_listener(path: str) -> socket.socket:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(path)
+    listener.listen(16)
+    return listener
 
 
 def main() -> None:

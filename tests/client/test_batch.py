@@ -22,7 +22,6 @@ def limits(*, object_bytes: int = 1000, keys: int = 100, batch_bytes: int = 1000
         object_bytes_max=object_bytes,
         batch_keys_max=keys,
         batch_bytes_max=batch_bytes,
-        frame_bytes_max=100,
         lease_ms_max=1000,
         key_bytes_max=36,
     )

@@ -1,4 +1,4 @@
-"""The L3 contract, for hicached through memory, through frames and over TCP, and for a backend in this process."""
+"""The L3 contract, for hicached through memory, through streams and over TCP, and for a backend in this process."""
 
 from __future__ import annotations
 

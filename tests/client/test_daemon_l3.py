@@ -29,6 +29,7 @@ from hicache.l3 import L3Item
 from hicache.outcome import Outcome
 from hicache.spec import CacheSpec, PagedGroup
 from hicache.wire import hicached_pb2 as wire
+from hicache.wire.bulk import BULK_CONNECTIONS_PER_SESSION_MAX, BULK_OBJECT
 from tests.client.conftest import ClientFactory
 from tests.client.memory import SmallMemory
 from tests.client.small_daemon import MIB, SmallDaemon
@@ -155,9 +156,7 @@ def test_a_transfer_that_fails_inside_the_daemon_is_in_doubt_until_it_lets_go(
 def test_batches_of_one_call_are_told_together_and_what_was_answered_counts(
     folder: Path, new_client: ClientFactory
 ) -> None:
-    limits = wire.Limits(
-        object_bytes_max=SIZE, batch_keys_max=2, batch_bytes_max=MIB, frame_bytes_max=1000, lease_ms_max=1
-    )
+    limits = wire.Limits(object_bytes_max=SIZE, batch_keys_max=2, batch_bytes_max=MIB, lease_ms_max=1)
     daemon = SmallDaemon(folder, limits=limits).start()
     client = new_client(daemon.address)
     assert client.wait_ready(timeout_s=10)
@@ -302,7 +301,7 @@ def test_when_the_medium_hangs_calls_soon_cost_nothing_and_it_comes_back(
     assert not client.status().is_degraded
 
 
-def test_memory_that_hicached_refuses_is_moved_through_frames(
+def test_memory_that_hicached_refuses_is_moved_through_streams(
     daemon: SmallDaemon, new_client: ClientFactory, caplog: pytest.LogCaptureFixture
 ) -> None:
     daemon.faults.refuse_memory = "not sealed"
@@ -348,7 +347,7 @@ def test_no_more_registrations_are_left_draining_than_the_bound_and_bulk_goes_on
         wait_until(lambda: client.status().bulk == "memory")
         client.get([L3Item(key(1), number * SIZE, SIZE)], timeout_s=5, done=answer)
     assert client.status().regions_draining == LINKS_DRAINING_MAX
-    wait_until(lambda: get(client, [L3Item(key(1), 20 * SIZE, SIZE)]) == [Outcome.OK], what="a get through frames")
+    wait_until(lambda: get(client, [L3Item(key(1), 20 * SIZE, SIZE)]) == [Outcome.OK], what="a get through streams")
     assert client.status().bulk == "stream"
     go_on.set()
     assert [answer.wait() for answer in stuck] == [[Outcome.DEADLINE]] * LINKS_DRAINING_MAX
@@ -378,7 +377,7 @@ def test_objects_above_the_limit_of_the_daemon_are_found_out_when_connecting(
     folder: Path, new_client: ClientFactory
 ) -> None:
     big = CacheSpec("big", "1", (PagedGroup("full", tuple(range(64)), heads=64, head_dim=128, dtype="float32"),))
-    limits = wire.Limits(object_bytes_max=MIB, batch_keys_max=9, batch_bytes_max=MIB, frame_bytes_max=MIB)
+    limits = wire.Limits(object_bytes_max=MIB, batch_keys_max=9, batch_bytes_max=MIB)
     daemon = SmallDaemon(folder, limits=limits).start()
     client = new_client(daemon.address, spec=big)
     wait_until(lambda: client.status().state is ClientState.REFUSED)
@@ -387,20 +386,8 @@ def test_objects_above_the_limit_of_the_daemon_are_found_out_when_connecting(
     daemon.stop()
 
 
-def test_frames_that_no_message_can_carry_are_found_out_when_connecting(
-    folder: Path, new_client: ClientFactory
-) -> None:
-    limits = wire.Limits(object_bytes_max=MIB, batch_keys_max=9, batch_bytes_max=MIB, frame_bytes_max=16 * MIB)
-    daemon = SmallDaemon(folder, limits=limits).start()
-    report = new_client(daemon.address).probe(timeout_s=5)
-    assert (report.is_ok, report.code, report.is_lasting) == (False, "BAD_LIMITS", True)
-    daemon.stop()
-
-
 def test_batches_are_cut_to_the_limits_on_keys_and_on_bytes(folder: Path, new_client: ClientFactory) -> None:
-    limits = wire.Limits(
-        object_bytes_max=2 * SIZE, batch_keys_max=1000, batch_bytes_max=3 * SIZE, frame_bytes_max=MIB, lease_ms_max=2000
-    )
+    limits = wire.Limits(object_bytes_max=2 * SIZE, batch_keys_max=1000, batch_bytes_max=3 * SIZE, lease_ms_max=2000)
     daemon = SmallDaemon(folder, limits=limits).start()
     client = new_client(daemon.address)
     assert client.wait_ready(timeout_s=10)
@@ -433,7 +420,7 @@ def test_an_object_that_is_gone_between_lookup_and_get_is_a_miss(daemon: SmallDa
     assert not client.status().is_degraded
 
 
-def test_a_64_mib_object_goes_through_memory_and_through_frames(folder: Path) -> None:
+def test_a_64_mib_object_goes_through_memory_and_through_the_bulk_socket(folder: Path) -> None:
     size = 64 * MIB
     for has_memory_socket in (True, False):
         memory = SmallMemory(2 * size)
@@ -469,15 +456,23 @@ def stream_client(folder: Path, new_client: ClientFactory) -> tuple[SmallDaemon,
     return daemon, client
 
 
-def test_a_truncated_stream_loses_what_had_not_come_and_keeps_the_rest(folder: Path, new_client: ClientFactory) -> None:
+def objects_of(daemon: SmallDaemon, count: int, *, size: int = SIZE) -> list[L3Item]:
+    """So many objects in the daemon, and where they belong here."""
+    for number in range(count):
+        daemon.objects[key(number)] = payload(number, size)
+    return [L3Item(key(number), number * size, size) for number in range(count)]
+
+
+def test_a_stream_that_is_cut_off_loses_what_had_not_come_and_keeps_the_rest(
+    folder: Path, new_client: ClientFactory
+) -> None:
     daemon, client = stream_client(folder, new_client)
-    for number in range(3):
-        daemon.objects[key(number)] = payload(number, SIZE)
-    items = [L3Item(key(number), number * SIZE, SIZE) for number in range(3)]
-    daemon.faults.frames = lambda frames: frames[:-1]
-    assert get(client, items) == [Outcome.OK, Outcome.OK, Outcome.IO_ERROR]
-    daemon.faults.frames_end = lambda context: context.abort(grpc.StatusCode.UNAVAILABLE, "the medium went away")
+    items = objects_of(daemon, 3)
+    daemon.faults.objects = lambda objects: [*objects[:-1], objects[-1][:100]]
+    daemon.faults.objects_end = lambda: False
     assert get(client, items) == [Outcome.OK, Outcome.OK, Outcome.UNAVAILABLE]
+    daemon.faults.objects, daemon.faults.objects_end = (lambda objects: objects), (lambda: True)
+    wait_until(lambda: get(client, items) == [Outcome.OK] * 3, what="another connection")
     daemon.stop()
 
 
@@ -485,32 +480,40 @@ def test_a_stream_that_never_ends_is_over_at_the_deadline_and_what_came_counts(
     folder: Path, new_client: ClientFactory
 ) -> None:
     daemon, client = stream_client(folder, new_client)
-    daemon.objects[key(1)] = payload(1, SIZE)
-    daemon.objects[key(2)] = payload(2, SIZE)
+    items = objects_of(daemon, 2)
     release = threading.Event()
-
-    def never_end(context: grpc.ServicerContext) -> None:
-        release.wait(30)
-
-    daemon.faults.frames = lambda frames: frames[:1]
-    daemon.faults.frames_end = never_end
-    items = [L3Item(key(1), 0, SIZE), L3Item(key(2), SIZE, SIZE)]
+    daemon.faults.objects = lambda objects: objects[:1]
+    daemon.faults.objects_end = lambda: release.wait(30)
     assert get(client, items, timeout_s=0.3) == [Outcome.OK, Outcome.DEADLINE]
     release.set()
     daemon.stop()
 
 
-def test_wrong_bytes_in_a_frame_spoil_their_object_alone(folder: Path, new_client: ClientFactory) -> None:
+def test_after_the_deadline_a_late_stream_writes_nothing_here(
+    folder: Path, new_client: ClientFactory, memory: SmallMemory
+) -> None:
     daemon, client = stream_client(folder, new_client)
+    [item] = objects_of(daemon, 1)
+    release, sent = threading.Event(), threading.Event()
 
-    def flip(frames: list[wire.Frame]) -> list[wire.Frame]:
-        frames[0].payload = b"\xff" + frames[0].payload[1:]
-        return frames
+    def late(objects: list[bytes]) -> list[bytes]:
+        release.wait(30)
+        return objects
 
-    daemon.objects[key(1)] = payload(1, SIZE)
-    daemon.objects[key(2)] = payload(2, SIZE)
-    daemon.faults.frames = flip
-    items = [L3Item(key(1), 0, SIZE), L3Item(key(2), SIZE, SIZE)]
+    daemon.faults.objects = late
+    daemon.faults.objects_end = lambda: bool(sent.set()) or True
+    assert get(client, [item], timeout_s=0.2) == [Outcome.DEADLINE]
+    memory.buffer[:SIZE] = b"\xaa" * SIZE
+    release.set()
+    wait_until(lambda: not daemon.bulk_connections, what="the daemon's side of the connection has ended")
+    assert memory.buffer[:SIZE] == b"\xaa" * SIZE
+    daemon.stop()
+
+
+def test_wrong_bytes_spoil_their_object_alone(folder: Path, new_client: ClientFactory) -> None:
+    daemon, client = stream_client(folder, new_client)
+    items = objects_of(daemon, 2)
+    daemon.faults.objects = lambda objects: [objects[0][:20] + b"\xff" + objects[0][21:], objects[1]]
     assert get(client, items) == [Outcome.IO_ERROR, Outcome.OK]
     daemon.stop()
 
@@ -518,20 +521,91 @@ def test_wrong_bytes_in_a_frame_spoil_their_object_alone(folder: Path, new_clien
 def test_streams_that_are_given_up_end_at_the_daemon_too_and_leave_nothing_here(
     folder: Path, new_client: ClientFactory
 ) -> None:
-    limits = wire.Limits(
-        object_bytes_max=MIB, batch_keys_max=100, batch_bytes_max=4 * MIB, frame_bytes_max=1024, lease_ms_max=1
-    )
-    daemon = SmallDaemon(folder, has_memory_socket=False, limits=limits).start()
-    client = new_client(daemon.address)
-    assert client.wait_ready(timeout_s=10)
-    daemon.objects[key(1)] = payload(1, MIB)
-    nonsense = wire.Frame(index=77)
-    daemon.faults.frames = lambda frames: [frames[0], nonsense, *frames[1:]]
-    threads_before = threading.active_count()
-    for _ in range(200):
-        assert get(client, [L3Item(key(1), 0, MIB)]) == [Outcome.IO_ERROR]
-    wait_until(lambda: daemon.active_streams == 0, timeout_s=1, what="the end of the daemon's side")
-    assert threading.active_count() <= threads_before + 64  # the daemon's own pool lives in this process
+    daemon, client = stream_client(folder, new_client)
+    [item] = objects_of(daemon, 1, size=MIB)
+    nonsense = BULK_OBJECT.pack(77, Outcome.OK)
+    daemon.faults.objects = lambda objects: [nonsense, *objects]
+    threads_before, open_before = threading.active_count(), open_descriptors()
+    for _ in range(50):
+        assert get(client, [item]) == [Outcome.IO_ERROR]
+    wait_until(lambda: not daemon.bulk_connections, what="the end of the daemon's side")
+    wait_until(lambda: threading.active_count() <= threads_before, what="the end of the daemon's threads")
+    assert open_descriptors() == open_before
+    daemon.stop()
+
+
+def test_calls_share_a_bounded_number_of_connections(folder: Path, new_client: ClientFactory) -> None:
+    daemon, client = stream_client(folder, new_client)
+    items = objects_of(daemon, 1)
+    for _ in range(3):
+        assert get(client, items) == [Outcome.OK]
+    assert len(daemon.bulk_connections) == 1, "one connection serves one call after another"
+    release = threading.Event()
+
+    def end_the_connection() -> bool:
+        release.wait(30)
+        return False
+
+    daemon.faults.objects = lambda objects: []  # nothing comes: every connection stays in use
+    daemon.faults.objects_end = end_the_connection
+    answers = [Answer() for _ in range(BULK_CONNECTIONS_PER_SESSION_MAX)]
+    callers = [
+        threading.Thread(target=client.get, args=(items,), kwargs={"timeout_s": 30.0, "done": answer})
+        for answer in answers
+    ]
+    for caller in callers:
+        caller.start()
+    wait_until(lambda: len(daemon.requests["get_stream"]) == 3 + len(answers), what="all of them are asked")
+    assert get(client, items, timeout_s=0.2) == [Outcome.DEADLINE], "it waited for a connection"
+    assert len(daemon.bulk_connections) == BULK_CONNECTIONS_PER_SESSION_MAX
+    assert len(daemon.requests["get_stream"]) == 3 + len(answers)
+    release.set()
+    for caller in callers:
+        caller.join()
+    assert [answer.wait() for answer in answers] == [[Outcome.UNAVAILABLE]] * len(answers)
+    daemon.stop()
+
+
+def test_a_refused_bulk_connection_is_a_refusal_of_the_call(folder: Path, new_client: ClientFactory) -> None:
+    daemon, client = stream_client(folder, new_client)
+    items = objects_of(daemon, 1)
+    daemon.faults.refuse["bulk"] = (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS: so many at a time")
+    assert get(client, items) == [Outcome.UNAVAILABLE]
+    assert client.status().refusals == {"TOO_MANY_CALLS": 1}
+    del daemon.faults.refuse["bulk"]
+    assert get(client, items) == [Outcome.OK]
+    daemon.stop()
+
+
+def test_a_probe_says_that_the_bulk_socket_is_out_of_reach(folder: Path, new_client: ClientFactory) -> None:
+    daemon, client = stream_client(folder, new_client)
+    assert client.probe(timeout_s=5).bulk == "stream"
+    os.unlink(daemon.bulk_path)
+    report = client.probe(timeout_s=5)
+    assert (report.is_ok, report.code) == (False, "BULK_LOST")
+    assert "bulk socket" in report.detail
+    daemon.stop()
+
+
+def test_close_ends_a_stream_that_runs(folder: Path, new_client: ClientFactory) -> None:
+    daemon, client = stream_client(folder, new_client)
+    items = objects_of(daemon, 1)
+    release, begun = threading.Event(), threading.Event()
+
+    def hang_on(objects: list[bytes]) -> list[bytes]:
+        begun.set()
+        release.wait(30)
+        return objects
+
+    daemon.faults.objects = hang_on
+    answer = Answer()
+    caller = threading.Thread(target=client.get, args=(items,), kwargs={"timeout_s": 30.0, "done": answer})
+    caller.start()
+    assert begun.wait(10)
+    client.close()
+    caller.join(10)
+    assert answer.wait() == [Outcome.UNAVAILABLE]
+    release.set()
     daemon.stop()
 
 
@@ -540,7 +614,6 @@ def test_what_hicached_has_already_costs_no_bytes_over_a_stream(folder: Path, ne
     items = [L3Item(key(number), number * SIZE, SIZE) for number in range(3)]
     assert put(client, items[:2]) == [Outcome.OK, Outcome.OK]
     assert put(client, items[:2]) == [Outcome.EXISTS, Outcome.EXISTS]
-    assert len(daemon.requests["put_stream"]) == 1
     assert put(client, items) == [Outcome.EXISTS, Outcome.EXISTS, Outcome.OK]
     daemon.stop()
 

@@ -89,7 +89,7 @@ class TestHicachedThroughRegisteredMemory(HicachedContract):
     pass
 
 
-class TestHicachedThroughFrames(HicachedContract):
+class TestHicachedThroughStreams(HicachedContract):
     bulk = "stream"
 
     @pytest.fixture
@@ -106,7 +106,7 @@ class TestHicachedOverTcp(HicachedContract):
         return hicached.tcp_address
 
 
-def test_memory_and_frames_name_the_same_objects(hicached: HicachedProcess, token: str, memory: SmallMemory) -> None:
+def test_memory_and_streams_name_the_same_objects(hicached: HicachedProcess, token: str, memory: SmallMemory) -> None:
     local = DaemonL3(hicached.address, spec=SPEC, memory=memory, token=token, settings=PATIENT)
     remote = DaemonL3(hicached.tcp_address, spec=SPEC, memory=memory, token=token, settings=PATIENT)
     assert local.wait_ready(timeout_s=10)
@@ -137,7 +137,7 @@ def test_another_tenant_finds_nothing_and_its_owner_does(
     stranger.close()
 
 
-def test_memory_without_a_seal_goes_through_frames_and_says_why(hicached: HicachedProcess, token: str) -> None:
+def test_memory_without_a_seal_goes_through_streams_and_says_why(hicached: HicachedProcess, token: str) -> None:
     memory = SmallMemory(is_sealed=False)
     client = DaemonL3(hicached.address, spec=SPEC, memory=memory, token=token, settings=PATIENT)
     assert client.wait_ready(timeout_s=10)

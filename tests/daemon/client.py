@@ -8,6 +8,7 @@ import mmap
 import os
 import queue
 import socket
+import threading
 from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Self
@@ -20,6 +21,18 @@ from hicache.keys import FieldValue
 from hicache.outcome import Outcome
 from hicache.spec import namespace_digest
 from hicache.wire import hicached_pb2 as pb
+from hicache.wire.bulk import (
+    BULK_ACCEPTED,
+    BULK_CHECKSUM,
+    BULK_CONNECTIONS_PER_SESSION_MAX,
+    BULK_HELLO,
+    BULK_MAGIC,
+    BULK_OBJECT,
+    BULK_REASON,
+    BULK_REQUEST,
+    BulkKind,
+    pack_sizes,
+)
 from hicache.wire.hicached_pb2_grpc import HiCachedStub
 from hicache.wire.protocol import (
     MEMORY_ACCEPTED,
@@ -139,6 +152,98 @@ class Attachment:
         self.connection.close()
 
 
+class BulkRefused(Exception):
+    """The daemon did not serve a bulk connection, or a call on it, and said why."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.code = reason.partition(":")[0]
+
+
+class Bulk:
+    """A connection to the bulk socket. Raises ConnectionError when the daemon ends it."""
+
+    def __init__(self, address: str | tuple[str, int], secret: bytes | None) -> None:
+        """Without a secret nothing is said."""
+        self.connection = socket.socket(socket.AF_UNIX if isinstance(address, str) else socket.AF_INET)
+        self.connection.settimeout(CALL_S)
+        try:
+            self.connection.connect(address)
+            if secret is not None:
+                self.send(BULK_HELLO.pack(BULK_MAGIC, secret))
+                self.receive_status()
+        except BaseException:
+            self.close()
+            raise
+
+    def send(self, sent: bytes) -> None:
+        self.connection.sendall(sent)
+
+    def receive(self, size_bytes: int) -> bytes:
+        received = bytearray()
+        while len(received) < size_bytes:
+            part = self.connection.recv(size_bytes - len(received))
+            if not part:
+                raise ConnectionResetError(f"the connection ended after {len(received)} of {size_bytes} bytes")
+            received += part
+        return bytes(received)
+
+    def receive_status(self) -> None:
+        if self.receive(1) == BULK_ACCEPTED:
+            return
+        [length] = BULK_REASON.unpack(self.receive(BULK_REASON.size))
+        reason = self.receive(length).decode()
+        self.connection.shutdown(socket.SHUT_WR)
+        assert self.is_at_end(), "a refusal closes the connection"
+        raise BulkRefused(reason)
+
+    def is_at_end(self) -> bool:
+        """Whether the daemon ends the connection; waits for that."""
+        try:
+            return self.connection.recv(1) == b""
+        except ConnectionError:
+            return True
+        except TimeoutError:
+            return False
+
+    def send_request(
+        self, kind: BulkKind, keys: Sequence[bytes], sizes: Sequence[int], *, timeout_s: float = CALL_S
+    ) -> None:
+        packed, key_bytes = pack_keys(keys)
+        self.send(BULK_REQUEST.pack(kind, key_bytes, len(keys), int(timeout_s * 1000)) + packed + pack_sizes(sizes))
+
+    def request(
+        self, kind: BulkKind, keys: Sequence[bytes], sizes: Sequence[int], *, timeout_s: float = CALL_S
+    ) -> None:
+        self.send_request(kind, keys, sizes, timeout_s=timeout_s)
+        self.receive_status()
+
+    def begin_put(self, keys: Sequence[bytes], sizes: Sequence[int], *, timeout_s: float = CALL_S) -> list[Outcome]:
+        """Which objects the daemon wants: those that are OK."""
+        self.request(BulkKind.PUT, keys, sizes, timeout_s=timeout_s)
+        return outcomes_of(self.receive(len(keys)))
+
+    def send_object(self, key: bytes, payload: bytes) -> None:
+        self.send(payload + BULK_CHECKSUM.pack(payload_checksum(key, payload)))
+
+    def end_put(self, count: int) -> list[Outcome]:
+        self.receive_status()
+        return outcomes_of(self.receive(count))
+
+    def receive_object(self, keys: Sequence[bytes], sizes: Sequence[int]) -> tuple[int, bytes | Outcome]:
+        """One object of a get: where it stands in the request, and its payload or outcome."""
+        index, outcome = BULK_OBJECT.unpack(self.receive(BULK_OBJECT.size))
+        if outcome != Outcome.OK:
+            return index, Outcome(outcome)
+        payload = self.receive(sizes[index])
+        [checksum] = BULK_CHECKSUM.unpack(self.receive(BULK_CHECKSUM.size))
+        assert payload_checksum(keys[index], payload) == checksum
+        return index, payload
+
+    def close(self) -> None:
+        self.connection.close()
+
+
 class Client:
     """One session. ``target`` is a gRPC target: ``unix:/path`` or ``host:port``."""
 
@@ -166,6 +271,10 @@ class Client:
         self._requests: queue.SimpleQueue[pb.SessionRequest | None] = queue.SimpleQueue()
         self._requests.put(pb.SessionRequest(hello=hello))
         self._attachments: list[Attachment] = []
+        self._target = target
+        self._bulks: list[Bulk] = []
+        self._idle_bulks: list[Bulk] = []
+        self._bulk_slots = threading.Semaphore(BULK_CONNECTIONS_PER_SESSION_MAX)
         self.stream = self.stub.Session(iter(self._requests.get, None))
         try:
             self.welcome = next(self.stream).welcome
@@ -250,50 +359,58 @@ class Client:
     def stats(self) -> pb.StatsReply:
         return self.stub.Stats(pb.StatsRequest(session_secret=self.secret), timeout=CALL_S)
 
-    def frames(self, keys: Sequence[bytes], payloads: Sequence[bytes]) -> Iterator[pb.Frame]:
-        frame_bytes = self.welcome.limits.frame_bytes_max
-        for index, (key, payload) in enumerate(zip(keys, payloads, strict=True)):
-            for start in range(0, len(payload), frame_bytes):
-                part = payload[start : start + frame_bytes]
-                frame = pb.Frame(index=index, payload=part)
-                if index == 0 and start == 0:
-                    frame.session_secret = self.secret
-                if start == 0:
-                    frame.key, frame.size = key, len(payload)
-                if start + len(part) == len(payload):
-                    frame.last, frame.checksum = True, payload_checksum(key, payload)
-                yield frame
+    def bulk(self) -> Bulk:
+        """A new connection to the bulk socket; closed with the client."""
+        bulk = Bulk(self.bulk_address, self.secret)
+        self._bulks.append(bulk)
+        return bulk
+
+    @contextlib.contextmanager
+    def _idle_bulk(self) -> Iterator[Bulk]:
+        """A connection for one call, as many at a time as a session may have."""
+        with self._bulk_slots:
+            try:
+                bulk = self._idle_bulks.pop()
+            except IndexError:
+                bulk = self.bulk()
+            try:
+                yield bulk
+            except BaseException:
+                bulk.close()
+                raise
+            self._idle_bulks.append(bulk)
 
     def put_stream(self, keys: Sequence[bytes], payloads: Sequence[bytes]) -> list[Outcome]:
-        return self.put_frames(self.frames(keys, payloads))
-
-    def put_frames(self, frames: Iterator[pb.Frame]) -> list[Outcome]:
-        return outcomes_of(self.stub.PutStream(frames, timeout=CALL_S).outcomes)
-
-    def stream_request(self, keys: Sequence[bytes], sizes: Sequence[int]) -> pb.StreamGetRequest:
-        packed, key_bytes = pack_keys(keys)
-        return pb.StreamGetRequest(session_secret=self.secret, keys=packed, key_bytes=key_bytes, sizes=sizes)
+        with self._idle_bulk() as bulk:
+            known = bulk.begin_put(keys, [len(payload) for payload in payloads])
+            for key, payload, outcome in zip(keys, payloads, known, strict=True):
+                if outcome is Outcome.OK:
+                    bulk.send_object(key, payload)
+            return bulk.end_put(len(keys))
 
     def get_stream(
         self, keys: Sequence[bytes], sizes: Sequence[int], *, timeout_s: float = CALL_S
     ) -> list[bytes | Outcome]:
         """The payload of each object, checked against its checksum, or its outcome."""
-        parts: list[bytearray] = [bytearray() for _ in keys]
-        results: list[bytes | Outcome | None] = [None] * len(keys)
-        for frame in self.stub.GetStream(self.stream_request(keys, sizes), timeout=timeout_s):
-            if frame.outcome != Outcome.OK:
-                results[frame.index] = Outcome(frame.outcome)
-                continue
-            assert len(frame.payload) <= self.welcome.limits.frame_bytes_max
-            parts[frame.index] += frame.payload
-            if frame.last:
-                payload = bytes(parts[frame.index])
-                assert payload_checksum(keys[frame.index], payload) == frame.checksum
-                results[frame.index] = payload
+        with self._idle_bulk() as bulk:
+            bulk.request(BulkKind.GET, keys, sizes, timeout_s=timeout_s)
+            results: list[bytes | Outcome | None] = [None] * len(keys)
+            for _ in keys:
+                index, result = bulk.receive_object(keys, sizes)
+                assert results[index] is None
+                results[index] = result
         return [result for result in results if result is not None]
+
+    @property
+    def bulk_address(self) -> str | tuple[str, int]:
+        if self.welcome.bulk_socket:
+            return self.welcome.bulk_socket
+        return self._target.rpartition(":")[0], self.welcome.bulk_port
 
     def close(self) -> None:
         self._requests.put(None)
+        for bulk in self._bulks:
+            bulk.close()
         for attachment in self._attachments:
             attachment.close()
         with contextlib.suppress(grpc.RpcError):

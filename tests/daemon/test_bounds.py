@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import array
 import asyncio
+import contextlib
 import fcntl
 import os
 import resource
@@ -20,11 +21,11 @@ import structlog
 
 from hicache.backends.faulty import Fault, FaultKind
 from hicache.backends.tenant_limits import StoreLimits
+from hicache.daemon.acceptor import STRANGERS_MAX
 from hicache.daemon.config import DaemonConfig, load_config
 from hicache.daemon.control import DELETE_CHUNK_KEYS
 from hicache.daemon.http import CONNECTIONS_MAX
 from hicache.daemon.memory import OfferedMemory, RegionRefused, check_memory
-from hicache.daemon.memory_socket import STRANGERS_MAX
 from hicache.daemon.region_budget import MAPPINGS_PER_MEMFD_MAX, RegionBudget
 from hicache.daemon.server import Daemon, OpenedStore, open_store
 from hicache.daemon.sessions import CALLS_PER_SESSION_MAX
@@ -33,7 +34,7 @@ from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.protocol import pack_keys
 from hicache.workers import Workers
-from tests.daemon.client import CALL_S, Attachment, Client, Memory, MemoryRefused, object_key, refusal_code
+from tests.daemon.client import CALL_S, Attachment, Bulk, Client, Memory, MemoryRefused, object_key, refusal_code
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.rig import DaemonProcess, http_get, scrape, settings_in, wait_until
 
@@ -194,6 +195,17 @@ class TestStrangers:
             for stranger in silent[:STRANGERS_MAX]:
                 assert stranger.recv(1) == b"", "the oldest are dropped"
             assert daemon.metric("hicache_region_refusals_total") >= 2 * STRANGERS_MAX
+
+    def test_bulk_connections_without_a_hello_do_not_keep_clients_out(
+        self, daemon: ThreadedDaemon, client: Client
+    ) -> None:
+        with ExitStack() as stack:
+            silent = []
+            for _ in range(3 * STRANGERS_MAX):
+                silent.append(stack.enter_context(contextlib.closing(Bulk(client.bulk_address, None))))
+            assert client.put_stream([object_key(1)], [b"x"]) == [Outcome.OK]
+            for stranger in silent[:STRANGERS_MAX]:
+                assert stranger.is_at_end(), "the oldest are dropped"
 
     def test_descriptors_of_one_hello_do_not_pile_up(self, client: Client, memory: Memory) -> None:
         with socket.socket(socket.AF_UNIX) as stranger:

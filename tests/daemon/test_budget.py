@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from hicache.daemon.budget import ByteBudget, Ticket
+from hicache.daemon.budget import ByteBudget, Granted, Ticket
 
 
 def soon() -> float:
@@ -23,16 +26,6 @@ async def test_bytes_are_taken_and_given_back() -> None:
     assert budget.used_bytes == 10
     ticket.drop()
     small.drop()
-    assert budget.used_bytes == 0
-
-
-async def test_a_ticket_with_two_holders_goes_back_with_the_last() -> None:
-    budget = ByteBudget(10)
-    ticket = await budget.acquire(10, deadline=soon())
-    ticket.share()
-    ticket.drop()
-    assert budget.used_bytes == 10
-    ticket.drop()
     assert budget.used_bytes == 0
 
 
@@ -109,3 +102,77 @@ async def test_bytes_are_conserved_whoever_is_cancelled_and_when(seed: int) -> N
     await asyncio.gather(*tasks, return_exceptions=True)
     assert [budget.used_bytes for budget in (parent, *children)] == [0, 0, 0, 0]
     assert len(held) > 50
+
+
+def _wait_done(granted: Granted) -> None:
+    granted.result(timeout=30)
+
+
+async def test_threads_and_tasks_stand_in_one_line() -> None:
+    budget = ByteBudget(10, parent=ByteBudget(10))
+    held = await budget.acquire(10, deadline=soon())
+    standing = threading.Event()
+    order: list[str] = []
+
+    def wait(granted: Granted) -> None:
+        standing.set()
+        _wait_done(granted)
+
+    def in_a_thread() -> None:
+        ticket = budget.acquire_blocking(10, wait=wait)
+        order.append("thread")
+        ticket.drop()
+
+    thread = threading.Thread(target=in_a_thread)
+    thread.start()
+    assert standing.wait(30)
+    task = asyncio.create_task(budget.acquire(10, deadline=soon()))
+    await asyncio.sleep(0)
+    held.drop()
+    (await task).drop()
+    thread.join(30)
+    assert order == ["thread"]
+    assert budget.used_bytes == 0
+
+
+def test_a_thread_that_gives_up_makes_way_at_every_level() -> None:
+    parent = ByteBudget(10)
+    budget = ByteBudget(10, parent=parent)
+    held = parent.try_acquire(6)
+    assert held is not None
+
+    def give_up(granted: Granted) -> None:
+        if not granted.done():
+            raise TimeoutError
+
+    with pytest.raises(TimeoutError):
+        budget.acquire_blocking(5, wait=give_up)
+    assert (parent.used_bytes, budget.used_bytes) == (6, 0)
+    small = budget.try_acquire(4)
+    assert small is not None, "nobody stands in the line any more"
+    held.drop()
+    small.drop()
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_bytes_are_conserved_between_threads(seed: int) -> None:
+    parent = ByteBudget(20)
+    children = [ByteBudget(15, parent=parent) for _ in range(3)]
+
+    def use(number: int) -> None:
+        chance = random.Random(seed * 100 + number)
+
+        def wait(granted: Granted) -> None:
+            if chance.random() < 0.3:
+                raise TimeoutError
+            _wait_done(granted)
+
+        for _ in range(200):
+            with contextlib.suppress(TimeoutError):
+                ticket = chance.choice(children).acquire_blocking(chance.randint(1, 15), wait=wait)
+                assert parent.used_bytes <= 20
+                ticket.drop()
+
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(use, range(8)))
+    assert [budget.used_bytes for budget in (parent, *children)] == [0, 0, 0, 0]

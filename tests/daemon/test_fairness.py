@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import queue
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -23,10 +24,10 @@ from hicache.daemon.sessions import Session
 from hicache.daemon.tenants import Tenant
 from hicache.daemon.turns import SLICE_KEYS, Steps, Turns
 from hicache.outcome import Outcome
-from hicache.wire import hicached_pb2 as pb
+from hicache.wire.bulk import BulkKind
 from hicache.wire.hicached_pb2_grpc import HiCachedStub
 from hicache.wire.protocol import NAMESPACE_DIGEST_BYTES, channel_options
-from tests.daemon.client import CALL_S, Client, object_key, payload_of, refusal_code
+from tests.daemon.client import CALL_S, Bulk, BulkRefused, Client, object_key, payload_of
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.rig import wait_until
 
@@ -36,7 +37,7 @@ KIB = 1024
 MIB = 1024 * KIB
 ALICE, BOB = Tenant.named("alice"), Tenant.named("bob")
 TOKENS = {"alice": "token-of-alice-1234", "bob": "token-of-bob-123456"}
-OBJECT = 4 * MIB  # more than gRPC takes from the daemon for a client that does not read
+OBJECT = 8 * MIB  # more than the sockets take from the daemon for a client that does not read
 
 
 @pytest.fixture
@@ -58,23 +59,20 @@ def session_of(tenant: Tenant, number: int = 1) -> Session:
 class TestUnreadStreams:
     """A client that asks for objects and does not read them."""
 
-    @pytest.mark.parametrize("bound", ["call_timeout", "frame"])
+    @pytest.mark.parametrize("bound", ["call_timeout", "patience"])
     def test_the_room_of_a_stream_that_nobody_reads_comes_back(
-        self,
-        start_thread: StartThread,
-        monkeypatch: pytest.MonkeyPatch,
-        caplog: pytest.LogCaptureFixture,
-        bound: str,
+        self, start_thread: StartThread, monkeypatch: pytest.MonkeyPatch, bound: str
     ) -> None:
-        monkeypatch.setattr("hicache.daemon.calls.STATUS_S", 0.05)
-        if bound == "frame":
-            monkeypatch.setattr("hicache.daemon.streams.FRAME_S", 0.2)
+        if bound == "patience":
+            monkeypatch.setattr("hicache.daemon.bulk_connection.PATIENCE_S", 0.2)
         daemon = start_thread(call_timeout_s_max=0.5 if bound == "call_timeout" else 60.0)
         keys = [object_key(number) for number in range(4)]
         with Client(daemon.target) as client, Client(daemon.target) as reader:
             for number, key in enumerate(keys):
                 assert client.put_stream([key], [payload_of(number, OBJECT)]) == [Outcome.OK]
-            unread = [client.stub.GetStream(client.stream_request(keys, [OBJECT] * 4)) for _ in range(3)]
+            unread = [client.bulk() for _ in range(3)]
+            for bulk in unread:
+                bulk.request(BulkKind.GET, keys, [OBJECT] * 4, timeout_s=0)
             wait_until(lambda: daemon.metric("hicache_inflight_bytes") > 0, what="a stream holds room")
             wait_until(
                 lambda: daemon.metric("hicache_calls_total", method="GetStream", result="deadline") == 3,
@@ -82,47 +80,61 @@ class TestUnreadStreams:
             )
             assert daemon.metric("hicache_inflight_bytes") == 0
             assert daemon.metric("hicache_calls_active", method="GetStream") == 0
-            for call in unread:
-                with pytest.raises(grpc.RpcError) as caught:
-                    list(call)
-                assert caught.value.code() in (grpc.StatusCode.DEADLINE_EXCEEDED, grpc.StatusCode.CANCELLED)
+            for bulk in unread:
+                with pytest.raises(ConnectionError):
+                    bulk.receive(4 * OBJECT)
             assert reader.get_stream(keys[:1], [OBJECT]) == [payload_of(0, OBJECT)]
-        assert [record for record in caplog.records if record.name.startswith("grpc")] == [], "no traceback each time"
 
 
 class TestUploads:
     """Room is taken by what is sent, not by what is announced."""
 
-    def starving(self, client: Client, number: int) -> tuple[Any, queue.SimpleQueue[pb.Frame | None]]:
+    def starving(self, client: Client, number: int) -> Bulk:
         """An upload that announces an object of 1 MiB, and sends a byte of it."""
-        frames: queue.SimpleQueue[pb.Frame | None] = queue.SimpleQueue()
-        frames.put(pb.Frame(index=0, session_secret=client.secret, key=object_key(number), size=MIB, payload=b"x"))
-        return client.stub.PutStream.future(iter(frames.get, None), timeout=CALL_S), frames
+        bulk = client.bulk()
+        assert bulk.begin_put([object_key(number)], [MIB]) == [Outcome.OK]
+        bulk.send(b"x")
+        return bulk
 
     def test_uploads_of_a_byte_take_a_byte_and_leave_room_for_others(self, start_thread: StartThread) -> None:
         daemon = start_thread(object_bytes_max=MIB, session_inflight_bytes_max=4 * MIB, inflight_bytes_max=4 * MIB)
-        with Client(daemon.target) as client, Client(daemon.target) as other:
-            uploads = [self.starving(client, number) for number in range(16)]
+        with Client(daemon.target) as client, Client(daemon.target) as second, Client(daemon.target) as other:
+            uploads = [self.starving(client if number % 2 else second, number) for number in range(16)]
             wait_until(lambda: daemon.metric("hicache_inflight_bytes") == 16, what="all have sent their byte")
             assert other.put_stream([object_key(99)], [payload_of(99, MIB)]) == [Outcome.OK]
             assert other.get_stream([object_key(99)], [MIB]) == [payload_of(99, MIB)]
-            for call, frames in uploads:
-                call.cancel()
-                frames.put(None)
+            for bulk in uploads:
+                bulk.close()
             wait_until(lambda: daemon.metric("hicache_inflight_bytes") == 0, what="all bytes are given back")
 
     def test_an_upload_that_says_nothing_more_is_ended(
         self, start_thread: StartThread, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("hicache.daemon.streams.FRAME_S", 0.2)
+        monkeypatch.setattr("hicache.daemon.bulk_connection.PATIENCE_S", 0.2)
         daemon = start_thread()
         with Client(daemon.target) as client:
-            call, frames = self.starving(client, 1)
-            error = call.exception(CALL_S)
-            frames.put(None)
-            assert refusal_code(error) == "BAD_FRAME"
+            bulk = self.starving(client, 1)
+            with pytest.raises(BulkRefused, match="nothing came within"):
+                bulk.end_put(1)
             assert client.present([object_key(1)]) == [False]
             wait_until(lambda: daemon.metric("hicache_inflight_bytes") == 0, what="its byte is given back")
+
+    def test_an_upload_that_goes_on_byte_by_byte_ends_at_its_deadline(self, start_thread: StartThread) -> None:
+        daemon = start_thread()
+        with Client(daemon.target) as client:
+            bulk = client.bulk()
+            assert bulk.begin_put([object_key(1)], [MIB], timeout_s=0.3) == [Outcome.OK]
+
+            def trickle() -> None:
+                for _ in range(MIB):
+                    bulk.send(b"x")
+                    threading.Event().wait(0.005)
+
+            with pytest.raises(OSError, match=r"Broken pipe|reset"):
+                trickle()
+            assert client.present([object_key(1)]) == [False]
+            assert daemon.metric("hicache_calls_total", method="PutStream", result="deadline") == 1
+            wait_until(lambda: daemon.metric("hicache_inflight_bytes") == 0, what="its bytes are given back")
 
     @pytest.mark.parametrize("session_bytes", [MIB, 256 * KIB])
     def test_uploads_that_need_more_room_than_there_is_do_not_wait_for_each_other(
@@ -130,7 +142,6 @@ class TestUploads:
     ) -> None:
         daemon = start_thread(
             object_bytes_max=256 * KIB,
-            frame_bytes_max=4 * KIB,
             session_inflight_bytes_max=session_bytes,
             inflight_bytes_max=max(session_bytes, MIB),
         )
@@ -195,13 +206,15 @@ class TestBudgets:
         key, sizes = object_key(1), [OBJECT]
         with Client(daemon.target, token=TOKENS["alice"]) as alice, Client(daemon.target, token=TOKENS["bob"]) as bob:
             assert alice.put_stream([key], [payload_of(1, OBJECT)]) == [Outcome.OK]
-            unread = [alice.stub.GetStream(alice.stream_request([key], sizes)) for _ in range(4)]
+            unread = [alice.bulk() for _ in range(4)]
+            for bulk in unread:
+                bulk.request(BulkKind.GET, [key], sizes)
             wait_until(lambda: daemon.metric("hicache_inflight_bytes") == OBJECT, what="alice is at her bound")
             assert bob.put_stream([key], [payload_of(2, OBJECT)]) == [Outcome.OK]
             assert bob.get_stream([key], sizes) == [payload_of(2, OBJECT)]
             assert daemon.metric("hicache_inflight_bytes") == OBJECT, "alice still held all that she may"
-            for call in unread:
-                call.cancel()
+            for bulk in unread:
+                bulk.close()
 
 
 class Unsplittable(bytes):
@@ -340,16 +353,14 @@ class TestFirstMessages:
 
         with grpc.insecure_channel(daemon.target, options=channel_options()) as channel:
             stub = HiCachedStub(channel)
-            uploads = [stub.PutStream.future(silence(), timeout=CALL_S) for _ in range(3)]
             hellos = [stub.Session(silence(), timeout=CALL_S) for _ in range(3)]
             wait_until(
-                lambda: daemon.metric("hicache_calls_total", method="PutStream", result="TOO_MANY_SESSIONS") == 1,
-                what="a silent upload made way, and no hello did for it",
+                lambda: daemon.metric("hicache_calls_total", method="Session", result="TOO_MANY_SESSIONS") == 1,
+                what="the oldest made way",
             )
-            assert client.put_stream([object_key(1)], [b"bytes"]) == [Outcome.OK]
             with Client(daemon.target) as newcomer:
-                assert newcomer.present([object_key(1)]) == [True]
-            for _ in (*uploads, *hellos):
+                assert newcomer.present([object_key(1)]) == [False]
+            for _ in hellos:
                 never.put(None)
 
 

@@ -23,6 +23,7 @@ from hicache.daemon.config import load_config
 from hicache.daemon.server import Daemon, OpenedStore
 from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
+from hicache.wire.bulk import BulkKind
 from tests.daemon.client import CALL_S, Client, Memory, object_key, payload_of, refusal_code
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.rig import START_S, DaemonProcess, flags_of, http_get, settings_in, wait_until
@@ -120,8 +121,7 @@ def test_br_121_sigterm_ends_the_process_in_time_with_every_kind_of_idle_connect
     ):
         attachment = client.attach(memory)
         remote.put_stream(KEYS[:1], [payload_of(1, 32 << 20)])
-        unread = remote.stub.GetStream(remote.stream_request(KEYS[:1], [32 << 20]), timeout=CALL_S)
-        next(iter(unread))
+        remote.bulk().request(BulkKind.GET, KEYS[:1], [32 << 20])
 
         took_s = daemon.terminate()
 
@@ -130,7 +130,6 @@ def test_br_121_sigterm_ends_the_process_in_time_with_every_kind_of_idle_connect
         with pytest.raises(grpc.RpcError) as caught:
             next(client.stream)
         assert refusal_code(caught.value) == "SHUTTING_DOWN"
-        unread.cancel()
     kept_alive.close()
     half_a_request.close()
     assert "Traceback" not in daemon.log
@@ -164,13 +163,11 @@ def test_a_second_sigterm_ends_the_process_at_once(start: Start, folder: Path) -
     daemon = start(listen="127.0.0.1:0", tenants_file=tenants_file(folder))
     with Client(daemon.ready["listen"], token=TOKEN) as client:
         client.put_stream(KEYS[:1], [payload_of(1, 32 << 20)])
-        unread = client.stub.GetStream(client.stream_request(KEYS[:1], [32 << 20]), timeout=CALL_S)
-        next(iter(unread))
+        client.bulk().request(BulkKind.GET, KEYS[:1], [32 << 20])
         daemon.process.send_signal(signal.SIGTERM)
         wait_until(lambda: http_get(daemon.ready["http"], "/readyz")[0] == 503, what="the daemon is stopping")
         assert daemon.terminate() < 1.5, "the unread stream would have been waited for longer"
         assert daemon.process.returncode == -signal.SIGTERM
-        unread.cancel()
 
 
 def test_sigint_stops_as_cleanly_as_sigterm(start: Start) -> None:
@@ -323,6 +320,7 @@ def test_the_ready_file_tells_where_the_daemon_is_and_goes_with_it(start: Start,
         "pid": daemon.process.pid,
         "socket": str(folder / "s.sock"),
         "listen": "",
+        "bulk_listen": "",
         "http": daemon.ready["http"],
     }
     daemon.terminate()
@@ -331,7 +329,7 @@ def test_the_ready_file_tells_where_the_daemon_is_and_goes_with_it(start: Start,
 
 def test_sockets_are_for_their_owner_alone(start: Start, folder: Path) -> None:
     start(http=str(folder / "h.sock"))
-    for name in ("s.sock", "s.sock.memory", "h.sock"):
+    for name in ("s.sock", "s.sock.memory", "s.sock.bulk", "h.sock"):
         assert stat.S_IMODE((folder / name).stat().st_mode) == 0o600
 
 

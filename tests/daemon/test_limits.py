@@ -18,7 +18,7 @@ from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.hicached_pb2_grpc import HiCachedStub
 from hicache.wire.protocol import split_keys
-from tests.daemon.client import Client, Memory, object_key, payload_of, refusal_code
+from tests.daemon.client import BulkRefused, Client, Memory, object_key, payload_of, refusal_code
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.rig import scrape, settings_in, wait_until
 
@@ -311,7 +311,9 @@ class TestRates:
             with pytest.raises(grpc.RpcError) as caught:
                 alice.put(region, [object_key(2)], [0], [SIZE])
             assert refusal_code(caught.value) == "RATE_LIMITED"
-            assert alice.put_stream([object_key(3)], [b"x"]) == [Outcome.REFUSED]
+            with pytest.raises(BulkRefused) as refused:
+                alice.put_stream([object_key(3)], [b"x"])
+            assert refused.value.code == "RATE_LIMITED"
             assert alice.present([object_key(number) for number in (1, 2, 3)]) == [True, False, False]
         assert daemon.metric("hicache_rate_refusals_total", limit="bytes") == 2
 

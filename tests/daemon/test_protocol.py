@@ -44,7 +44,7 @@ def test_other_errors_are_no_refusals(details: str | None) -> None:
 
 def test_the_fullest_message_within_the_limits_fits() -> None:
     limits = DaemonConfig()
-    needed = message_bytes_needed(batch_keys_max=limits.batch_keys_max, frame_bytes_max=limits.frame_bytes_max)
+    needed = message_bytes_needed(batch_keys_max=limits.batch_keys_max)
     count = limits.batch_keys_max
     batch = pb.TransferRequest(
         session_secret=bytes(32),
@@ -54,13 +54,4 @@ def test_the_fullest_message_within_the_limits_fits() -> None:
         offsets=[2**64 - 1] * count,
         sizes=[2**64 - 1] * count,
     )
-    frame = pb.Frame(
-        index=2**32 - 1,
-        payload=bytes(limits.frame_bytes_max),
-        last=True,
-        checksum=2**64 - 1,
-        key=bytes(KEY_BYTES_MAX),
-        size=2**64 - 1,
-        session_secret=bytes(32),
-    )
-    assert max(batch.ByteSize(), frame.ByteSize()) <= needed <= MESSAGE_BYTES_MAX
+    assert batch.ByteSize() <= needed <= MESSAGE_BYTES_MAX

@@ -52,11 +52,12 @@ def test_a_batch_larger_than_a_second_passes_when_it_was_quiet_and_is_paid_off()
     clock = Clock()
     rates = TenantRates(bytes_per_s_max=1000, clock=clock)
     rates.admit_bytes(5000)
-    assert not rates.try_bytes(1)
-    clock.now_s += 4.0
-    assert not rates.try_bytes(1)
+    for pause_s in (0.0, 4.0):
+        clock.now_s += pause_s
+        with pytest.raises(Refusal, match="bytes_per_s_max is 1000"):
+            rates.admit_bytes(1)
     clock.now_s += 0.5
-    assert rates.try_bytes(500)
+    rates.admit_bytes(500)
     assert rates.refusals == {"bytes": 2}
 
 
@@ -64,8 +65,9 @@ def test_what_did_not_move_is_given_back() -> None:
     rates = TenantRates(bytes_per_s_max=1000, clock=Clock())
     rates.admit_bytes(1000)
     rates.give_back_bytes(400)
-    assert rates.try_bytes(400)
-    assert not rates.try_bytes(1)
+    rates.admit_bytes(400)
+    with pytest.raises(Refusal):
+        rates.admit_bytes(1)
 
 
 def test_no_rate_is_no_limit() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import os
 import socket
@@ -16,12 +15,22 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hicache.checksum import payload_checksum
 from hicache.outcome import Outcome
 from hicache.spec import namespace_digest
 from hicache.wire import hicached_pb2 as pb
+from hicache.wire.hicached_pb2_grpc import HiCachedStub
 from hicache.wire.protocol import MEMORY_HELLO, channel_options
-from tests.daemon.client import CALL_S, DESCRIPTOR, Attachment, Client, Memory, MemoryRefused, object_key, refusal_code
+from tests.daemon.client import (
+    CALL_S,
+    DESCRIPTOR,
+    Attachment,
+    BulkRefused,
+    Client,
+    Memory,
+    MemoryRefused,
+    object_key,
+    refusal_code,
+)
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.rig import wait_until
 
@@ -61,7 +70,7 @@ def test_a_token_is_refused_where_there_are_no_tenants(daemon: ThreadedDaemon, b
     assert refused_hello(daemon.target, token=TOKEN) == (grpc.StatusCode.UNAUTHENTICATED, "BAD_TOKEN")
 
 
-@pytest.mark.parametrize("version", [0, 2, 4_000_000_000])
+@pytest.mark.parametrize("version", [0, 1, 3, 4_000_000_000])
 def test_an_unknown_protocol_version_is_refused(daemon: ThreadedDaemon, bystander: Client, version: int) -> None:
     refused = refused_hello(daemon.target, version=version)
     assert refused == (grpc.StatusCode.FAILED_PRECONDITION, "PROTOCOL_VERSION")
@@ -138,19 +147,17 @@ def test_streams_that_say_nothing_are_soon_gone(
     monkeypatch.setattr("hicache.daemon.first_messages.FIRST_MESSAGE_S", 0.3)
     silence = threading.Event()
 
-    def nothing() -> Iterator[pb.Frame]:
+    def nothing() -> Iterator[pb.SessionRequest]:
         silence.wait(CALL_S)
         yield from ()
 
-    silent = [bystander.stub.PutStream.future(nothing(), timeout=CALL_S) for _ in range(2)]
-    wait_until(lambda: daemon.metric("hicache_calls_active", method="PutStream") == 2, what="both are open")
-    for call in silent:
-        error = call.exception(CALL_S)
-        assert isinstance(error, grpc.RpcError)
-        assert refusal_code(error) == "MALFORMED"
-    silence.set()
-    with Client(daemon.target):
-        pass
+    with grpc.insecure_channel(daemon.target, options=channel_options()) as channel:
+        silent = [HiCachedStub(channel).Session(nothing(), timeout=CALL_S) for _ in range(2)]
+        for call in silent:
+            with pytest.raises(grpc.RpcError) as caught:
+                list(call)
+            assert refusal_code(caught.value) == "MALFORMED"
+        silence.set()
 
 
 @pytest.mark.parametrize("secret", [b"", b"x", b"\0" * 32, b"\xff" * 1000])
@@ -201,15 +208,21 @@ def test_batches_above_the_limits_are_refused_whole(start_thread: StartThread, m
             lambda: client.delete(eleven),
             lambda: client.get(region, eleven[:3], [0, 0, 0], [1 << 19] * 3),
             lambda: client.put(region, eleven[:3], [0, 0, 0], [1 << 19] * 3),
-            lambda: client.get_stream(eleven[:3], [1 << 19] * 3),
-            lambda: client.put_stream(eleven, [b"x"] * 11),
-            lambda: client.put_stream(eleven[:3], [bytes(1 << 19)] * 3),
         ]
         for call in calls:
             with pytest.raises(grpc.RpcError) as caught:
                 call()
             assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert refusal_code(caught.value) == "BATCH_TOO_LARGE"
+        streams: list[Callable[[], object]] = [
+            lambda: client.get_stream(eleven, [1] * 11),
+            lambda: client.get_stream(eleven[:3], [1 << 19] * 3),
+            lambda: client.put_stream(eleven, [b"x"] * 11),
+            lambda: client.put_stream(eleven[:3], [bytes(1 << 19)] * 3),
+        ]
+        for call in streams:
+            with pytest.raises(BulkRefused, match="BATCH_TOO_LARGE"):
+                call()
         assert client.lookup(eleven[:10])[0] != []
 
 
@@ -352,7 +365,7 @@ class TestMemorySocket:
     def test_a_hello_that_never_comes_is_given_up(
         self, client: Client, bystander: Client, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr("hicache.daemon.memory_socket.HANDSHAKE_TIMEOUT_S", 0.1)
+        monkeypatch.setattr("hicache.daemon.memory_socket.HELLO_TIMEOUT_S", 0.1)
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(CALL_S)
             connection.connect(client.welcome.memory_socket)
@@ -374,86 +387,6 @@ class TestMemorySocket:
         for _ in range(50):
             self.offer(client, fds=[memory.fd] * 3, size_bytes=memory.size_bytes)
         assert len(os.listdir("/proc/self/fd")) <= before + 5
-
-
-class TestFrames:
-    """Streams that break the rules of frames: refused, with nothing of the broken object stored."""
-
-    def first(
-        self, client: Client, payload: bytes = b"12345678", *, changes: dict[str, object] | None = None
-    ) -> pb.Frame:
-        frame = pb.Frame(
-            index=0,
-            key=object_key(1),
-            size=len(payload),
-            payload=payload,
-            last=True,
-            checksum=payload_checksum(object_key(1), payload),
-            session_secret=client.secret,
-        )
-        for name, value in (changes or {}).items():
-            setattr(frame, name, value)
-        return frame
-
-    @pytest.mark.parametrize(
-        ("changes", "code"),
-        [
-            ({"size": 9}, "BAD_FRAME"),
-            ({"size": 7}, "BAD_FRAME"),
-            ({"last": False}, "BAD_FRAME"),
-            ({"last": False, "size": 9}, "BAD_FRAME"),
-            ({"index": 1}, "BAD_FRAME"),
-            ({"index": 2**32 - 1}, "BAD_FRAME"),
-            ({"key": b""}, "BAD_FRAME"),
-            ({"key": b"k" * 113}, "BAD_FRAME"),
-            ({"size": 2**64 - 1}, "BATCH_TOO_LARGE"),
-            ({"session_secret": b"wrong"}, "UNKNOWN_SESSION"),
-        ],
-        ids=str,
-    )
-    def test_a_broken_first_frame_is_refused(
-        self, client: Client, bystander: Client, changes: dict[str, object], code: str
-    ) -> None:
-        with pytest.raises(grpc.RpcError) as caught:
-            client.put_frames(iter([self.first(client, changes=changes)]))
-        assert refusal_code(caught.value) == code
-        assert client.present([object_key(1)]) == [False]
-
-    def test_a_whole_first_frame_is_stored(self, client: Client) -> None:
-        assert client.put_frames(iter([self.first(client)])) == [Outcome.OK]
-
-    def test_a_frame_of_another_object_in_the_middle_is_refused(self, client: Client, bystander: Client) -> None:
-        frames = [
-            self.first(client, payload=b"1234", changes={"size": 8, "last": False}),
-            pb.Frame(index=1, payload=b"5678", last=True),
-        ]
-        with pytest.raises(grpc.RpcError) as caught:
-            client.put_frames(iter(frames))
-        assert refusal_code(caught.value) == "BAD_FRAME"
-        assert client.present([object_key(1)]) == [False]
-
-    def test_an_empty_stream_is_refused(self, client: Client, bystander: Client) -> None:
-        with pytest.raises(grpc.RpcError) as caught:
-            client.put_frames(iter([]))
-        assert refusal_code(caught.value) == "BAD_FRAME"
-
-    def test_a_frame_above_the_limit_is_refused(self, client: Client, bystander: Client) -> None:
-        with pytest.raises(grpc.RpcError) as caught:
-            client.put_frames(iter([self.first(client, payload=bytes((1 << 20) + 1))]))
-        assert refusal_code(caught.value) == "BAD_FRAME"
-
-    def test_bytes_that_do_not_match_their_checksum_are_not_stored(self, client: Client, bystander: Client) -> None:
-        foreign = payload_checksum(object_key(2), b"12345678")
-        for checksum in (0, foreign):
-            assert client.put_frames(iter([self.first(client, changes={"checksum": checksum})])) == [Outcome.CORRUPT]
-        assert client.present([object_key(1)]) == [False]
-
-    def test_no_budget_stays_taken_after_broken_streams(self, daemon: ThreadedDaemon, client: Client) -> None:
-        broken: tuple[dict[str, object], ...] = ({"size": 9}, {"checksum": 0}, {"last": False})
-        for changes in broken:
-            with contextlib.suppress(grpc.RpcError):
-                client.put_frames(iter([self.first(client, changes=changes)]))
-        wait_until(lambda: daemon.metric("hicache_inflight_bytes") == 0, what="all bytes are given back")
 
 
 def test_a_message_above_the_negotiated_ceiling_is_refused_by_grpc(client: Client, bystander: Client) -> None:

@@ -1,0 +1,167 @@
+"""The calls on a connection of the bulk socket: reads each request, has it done, and counts it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from concurrent.futures import CancelledError
+from dataclasses import dataclass
+from typing import Never
+
+import structlog
+
+from hicache.daemon.batches import Batch, check_key_count, read_bulk
+from hicache.daemon.bulk_connection import BulkConnection, ConnectionOver
+from hicache.daemon.calls import deadline_after
+from hicache.daemon.config import DaemonConfig
+from hicache.daemon.metrics import Metrics
+from hicache.daemon.refusals import Refusal
+from hicache.daemon.sessions import Session, Sessions
+from hicache.daemon.staging import Staging
+from hicache.daemon.streams import StreamReceiver, StreamSender
+from hicache.daemon.transfers import Transfers
+from hicache.outcome import Outcome
+from hicache.wire.bulk import (
+    BULK_ACCEPTED,
+    BULK_REASON,
+    BULK_REFUSED,
+    BULK_REQUEST,
+    BULK_SIZE_BYTES,
+    BulkKind,
+    unpack_sizes,
+)
+from hicache.wire.protocol import KEY_BYTES_MAX, RefusalCode, split_keys
+from hicache.workers import QueueFull
+
+IDLE_STAGING_SHARE = 8  # one part in so many of inflight_bytes_max is kept as staging memory while nobody uses it
+METHODS = {BulkKind.GET: "GetStream", BulkKind.PUT: "PutStream"}
+
+log = structlog.get_logger("hicache.daemon.bulk")
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    kind: BulkKind
+    key_bytes: int
+    key_count: int
+    timeout_ms: int
+
+
+class BulkCalls:
+    """What the threads of all connections share. Thread-safe."""
+
+    def __init__(self, config: DaemonConfig, *, sessions: Sessions, transfers: Transfers, metrics: Metrics) -> None:
+        self._config = config
+        self._sessions = sessions
+        self._transfers = transfers
+        self._metrics = metrics
+        self._staging = Staging(idle_bytes_max=config.inflight_bytes_max // IDLE_STAGING_SHARE)
+
+    def serve(self, connection: BulkConnection, session: Session) -> None:
+        """Welcomes ``connection``, serves it until it is over, and closes it. Blocking."""
+        try:
+            connection.send([BULK_ACCEPTED])
+            while True:
+                self._serve_call(connection, session)
+        except ConnectionOver:
+            pass
+        except Exception:
+            log.exception("bulk connection failed", session=session.session_id)
+        finally:
+            connection.close()
+
+    def _serve_call(self, connection: BulkConnection, session: Session) -> None:
+        """One call. Raises ConnectionOver when it was the last one."""
+        header = memoryview(bytearray(BULK_REQUEST.size))
+        received_bytes = connection.await_first_bytes(header)
+        deadline_s = time.monotonic() + self._config.call_timeout_s_max
+        with connection.call(deadline_s=deadline_s):
+            try:
+                connection.receive(header[received_bytes:])
+                request = _read_header(bytes(header))
+            except Refusal as refusal:
+                self._refuse(connection, refusal)
+            with self._metrics.call(METHODS[request.kind]) as result:
+                try:
+                    self._answer(request, connection, session)
+                except Refusal as refusal:
+                    result.name = refusal.code
+                    self._refuse(connection, refusal)
+                except ConnectionOver as over:
+                    result.name = over.result
+                    raise
+                except Exception:
+                    result.name = "error"
+                    raise
+
+    def _answer(self, request: _Request, connection: BulkConnection, session: Session) -> None:
+        check_key_count(request.key_count, self._config)
+        deadline_s = deadline_after(request.timeout_ms / 1000 or None, self._config.call_timeout_s_max)
+        connection.set_deadline(deadline_s)
+        keys = connection.receive_bytes(request.key_count * request.key_bytes)
+        sizes = unpack_sizes(connection.receive_bytes(request.key_count * BULK_SIZE_BYTES))
+        self._sessions.check_open()
+        session.rates.admit_call()
+        batch = read_bulk(split_keys(keys, request.key_bytes), sizes, session, self._config)
+        if request.kind is BulkKind.GET:
+            self._get(batch, connection, session, deadline_s=deadline_s)
+            self._count("GetStream", session, batch, sizes)
+        else:
+            self._put(batch, connection, session, deadline_s=deadline_s)
+            self._count("PutStream", session, batch, sizes)
+            connection.send([BULK_ACCEPTED + bytes(batch.outcomes)])
+
+    def _get(self, batch: Batch, connection: BulkConnection, session: Session, *, deadline_s: float) -> None:
+        connection.send([BULK_ACCEPTED])
+        sender = StreamSender(self._transfers, self._staging, session, connection, deadline_s=deadline_s)
+        sender.send_all(batch)
+
+    def _put(self, batch: Batch, connection: BulkConnection, session: Session, *, deadline_s: float) -> None:
+        self._look_up(batch, connection, deadline_s=deadline_s)
+        wanted = [extent for extent in batch.extents if batch.outcomes[extent.index] is Outcome.OK]
+        connection.send([BULK_ACCEPTED + bytes(batch.outcomes)])
+        receiver = StreamReceiver(
+            self._transfers, self._staging, session, connection, self._config, deadline_s=deadline_s
+        )
+        receiver.receive_all(wanted, batch.outcomes)
+
+    def _look_up(self, batch: Batch, connection: BulkConnection, *, deadline_s: float) -> None:
+        """EXISTS for what the store has: it costs a key, and not its bytes. What cannot tell has nothing."""
+        keys = [extent.key for extent in batch.extents]
+        try:
+            job = self._transfers.ask(lambda: self._transfers.store.lookup(keys)[0], len(keys))
+            found = connection.wait(job.future, deadline_s=deadline_s)
+        except (QueueFull, CancelledError, TimeoutError):
+            return
+        for extent, outcome in zip(batch.extents, found, strict=True):
+            if outcome is Outcome.OK:
+                batch.outcomes[extent.index] = Outcome.EXISTS
+
+    def _count(self, method: str, session: Session, batch: Batch, sizes: Sequence[int]) -> None:
+        """What did not move costs the tenant nothing of its rate."""
+        moved_bytes = sum(size for outcome, size in zip(batch.outcomes, sizes, strict=True) if outcome is Outcome.OK)
+        session.rates.give_back_bytes(batch.total_bytes - moved_bytes)
+        self._metrics.transferred.labels(method=method).inc(moved_bytes)
+        self._metrics.count_items(method, batch.outcomes)
+
+    def _refuse(self, connection: BulkConnection, refusal: Refusal) -> Never:
+        """Says why, and ends the connection: what the client goes on to send would be read as something else."""
+        log.debug("bulk call refused", reason=str(refusal))
+        connection.send([refused(refusal)])
+        connection.discard_input()
+        raise ConnectionOver(refusal.code)
+
+
+def refused(refusal: Refusal) -> bytes:
+    """The status that says so, with its reason."""
+    text = str(refusal).encode()[:65_535]
+    return BULK_REFUSED + BULK_REASON.pack(len(text)) + text
+
+
+def _read_header(header: bytes) -> _Request:
+    kind, key_bytes, key_count, timeout_ms = BULK_REQUEST.unpack(header)
+    if kind not in BulkKind._value2member_map_:
+        raise Refusal(RefusalCode.BAD_STREAM, f"expected a request, not {header.hex()}")
+    if key_count and not 1 <= key_bytes <= KEY_BYTES_MAX:
+        raise Refusal(RefusalCode.MALFORMED, f"key_bytes is {key_bytes}: expected 1 to {KEY_BYTES_MAX}")
+    return _Request(BulkKind(kind), key_bytes, key_count, timeout_ms)

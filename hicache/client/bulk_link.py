@@ -1,0 +1,208 @@
+"""Connections to the bulk socket of hicached, each used by one call at a time, and never past the time of that call."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from hicache.wire.bulk import (
+    BULK_ACCEPTED,
+    BULK_CONNECTIONS_PER_SESSION_MAX,
+    BULK_HELLO,
+    BULK_MAGIC,
+    BULK_REASON,
+    BULK_SOCKET_BUFFER_BYTES,
+)
+
+LeftS = Callable[[], float]  # time left for a call; not above 0 when it is over
+
+_TIMEVAL = struct.Struct("@ll")
+_TIMEOUT_S_MIN = 1e-5  # 0 would be no limit at all
+
+
+class BulkRefused(Exception):
+    """hicached says why it does not serve the connection, or the call: ``CODE: text``. The connection is over."""
+
+
+class BulkClosed(Exception):
+    """The session was closed: no call can begin any more."""
+
+
+class BulkLink:
+    """One connection. A method that raises leaves it in the middle of something: it is of no further use.
+
+    Raises TimeoutError when the time of the call is over, and OSError when the connection is.
+    """
+
+    def __init__(self, connection: socket.socket) -> None:
+        self._socket = connection
+        for option in (socket.SO_SNDBUF, socket.SO_RCVBUF):
+            connection.setsockopt(socket.SOL_SOCKET, option, BULK_SOCKET_BUFFER_BYTES)
+        if connection.family != socket.AF_UNIX:
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+
+    def say_hello(self, secret: bytes, *, left_s: LeftS) -> None:
+        """Begin. Raises BulkRefused too."""
+        self.send(BULK_HELLO.pack(BULK_MAGIC, secret), left_s=left_s)
+        self.receive_status(left_s=left_s)
+
+    def send(self, part: bytes | memoryview, *, left_s: LeftS) -> None:
+        """Send all of it."""
+        self._socket.settimeout(_positive(left_s()))
+        self._socket.sendall(part)
+
+    def receive(self, *parts: memoryview, left_s: LeftS) -> None:
+        """Fill all of the buffers, one after another."""
+        missing = [part for part in parts if len(part)]
+        while missing:
+            count = self._receive_some(missing, timeout_s=_positive(left_s()))
+            if count == 0:
+                raise ConnectionResetError("hicached closed the bulk connection")
+            while missing and count >= len(missing[0]):
+                count -= len(missing.pop(0))
+            if count:
+                missing[0] = missing[0][count:]
+
+    def receive_bytes(self, size_bytes: int, *, left_s: LeftS) -> bytes:
+        """So many bytes."""
+        received = bytearray(size_bytes)
+        self.receive(memoryview(received), left_s=left_s)
+        return bytes(received)
+
+    def receive_status(self, *, left_s: LeftS) -> None:
+        """What every answer begins with. Raises BulkRefused."""
+        if self.receive_bytes(len(BULK_ACCEPTED), left_s=left_s) == BULK_ACCEPTED:
+            return
+        [size_bytes] = BULK_REASON.unpack(self.receive_bytes(BULK_REASON.size, left_s=left_s))
+        raise BulkRefused(self.receive_bytes(size_bytes, left_s=left_s).decode(errors="replace"))
+
+    def shut(self) -> None:
+        """Wake whoever waits for something on it. Thread-safe."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Hang up."""
+        self._socket.close()
+
+    def _receive_some(self, parts: Sequence[memoryview], *, timeout_s: float) -> int:
+        """As much as comes in time: the kernel waits for all of it in one call."""
+        self._socket.settimeout(None)
+        seconds = int(timeout_s)
+        timeout = _TIMEVAL.pack(seconds, max(1, int((timeout_s - seconds) * 1e6)))
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        try:
+            return self._socket.recvmsg_into(parts, 0, socket.MSG_WAITALL)[0]
+        except BlockingIOError as error:
+            raise TimeoutError("nothing came in time") from error
+
+
+class BulkLinks:
+    """The connections of one session. Thread-safe."""
+
+    def __init__(self, address: str | tuple[str, int], secret: bytes) -> None:
+        """``address`` is the path of a Unix socket, or host and port. Connects when a call needs a connection."""
+        self._address = address
+        self._secret = secret
+        self._changed = threading.Condition()
+        self._idle: list[BulkLink] = []
+        self._busy: set[BulkLink] = set()
+        self._connecting = 0
+        self._is_closed = False
+
+    @contextmanager
+    def borrow(self, *, left_s: LeftS) -> Iterator[BulkLink]:
+        """A connection for one call, closed unless the block ends without an error.
+
+        Waits while there are as many as a session may have. Raises TimeoutError, OSError, BulkRefused and BulkClosed.
+        """
+        link = self._idle_or_none(left_s=left_s) or self._connect(left_s=left_s)
+        try:
+            yield link
+        except BaseException:
+            self._give_back(link, is_usable=False)
+            raise
+        self._give_back(link, is_usable=True)
+
+    def close(self) -> None:
+        """End every call on a connection, and begin no other. Idempotent."""
+        with self._changed:
+            self._is_closed = True
+            idle, self._idle = self._idle, []
+            for link in self._busy:
+                link.shut()
+            self._changed.notify_all()
+        for link in idle:
+            link.close()
+
+    def _idle_or_none(self, *, left_s: LeftS) -> BulkLink | None:
+        """An idle connection, or None: then another one may be made, and ``_connecting`` counts it already."""
+        with self._changed:
+            has_room = self._changed.wait_for(self._may_begin, max(0.0, left_s()))
+            if self._is_closed:
+                raise BulkClosed
+            if not has_room:
+                raise TimeoutError("every bulk connection is in use")
+            if not self._idle:
+                self._connecting += 1
+                return None
+            link = self._idle.pop()
+            self._busy.add(link)
+            return link
+
+    def _may_begin(self) -> bool:
+        connections = len(self._busy) + self._connecting
+        return self._is_closed or bool(self._idle) or connections < BULK_CONNECTIONS_PER_SESSION_MAX
+
+    def _connect(self, *, left_s: LeftS) -> BulkLink:
+        link = None
+        try:
+            link = BulkLink(_connected(self._address, timeout_s=_positive(left_s())))
+            link.say_hello(self._secret, left_s=left_s)
+        except BaseException:
+            if link is not None:
+                link.close()
+            with self._changed:
+                self._connecting -= 1
+                self._changed.notify_all()
+            raise
+        with self._changed:
+            self._connecting -= 1
+            self._busy.add(link)
+            if not self._is_closed:
+                return link
+        self._give_back(link, is_usable=False)
+        raise BulkClosed
+
+    def _give_back(self, link: BulkLink, *, is_usable: bool) -> None:
+        with self._changed:
+            self._busy.discard(link)
+            is_kept = is_usable and not self._is_closed
+            if is_kept:
+                self._idle.append(link)
+            else:
+                link.close()  # within the lock: ``close`` of all must not shut down a number that is another's by then
+            self._changed.notify_all()
+
+
+def _connected(address: str | tuple[str, int], *, timeout_s: float) -> socket.socket:
+    if not isinstance(address, str):
+        return socket.create_connection(address, timeout=timeout_s)
+    connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        connection.settimeout(timeout_s)
+        connection.connect(address)
+    except BaseException:
+        connection.close()
+        raise
+    return connection
+
+
+def _positive(seconds: float) -> float:
+    if seconds <= 0:
+        raise TimeoutError("no time is left")
+    return max(seconds, _TIMEOUT_S_MIN)

@@ -1,0 +1,52 @@
+"""The bulk socket: objects on a connection of their own, for clients that cannot share memory with hicached.
+
+The client says BULK_HELLO and gets a status. Then it makes one request after another, each of them a BULK_REQUEST, the
+keys (as ``pack_keys`` has them) and the size of each object (``pack_sizes``), and each is answered by a status first:
+
+    GET  for each object, in any order, a BULK_OBJECT; if its outcome is OK, as many bytes as were asked for follow, and
+         then their BULK_CHECKSUM
+    PUT  an outcome for each object, one byte each; the client sends those that are OK, in order, each followed by its
+         BULK_CHECKSUM, and gets a status and an outcome for each object once more
+
+A status is one byte. After BULK_REFUSED come the length of a reason (BULK_REASON) and the reason, ``CODE: text``; then
+the daemon closes. A connection that has not been used up to the end of an answer is of no use any more.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+from enum import IntEnum
+
+from hicache.wire.protocol import SECRET_BYTES
+
+BULK_CONNECTIONS_PER_SESSION_MAX = 8
+BULK_PIECE_BYTES = 512 * 1024  # hashed while it is in the cache, then sent; or received, then hashed
+BULK_SOCKET_BUFFER_BYTES = 2 * 1024 * 1024  # asked for at either end; the system may allow less
+
+BULK_HELLO = struct.Struct(f"<8s{SECRET_BYTES}s")  # BULK_MAGIC, session secret
+BULK_MAGIC = b"hicbulk1"
+BULK_ACCEPTED = b"\0"
+BULK_REFUSED = b"\1"
+BULK_REASON = struct.Struct("<H")  # bytes of the reason that follows
+BULK_REQUEST = struct.Struct("<HHII")  # BulkKind, bytes of a key, number of keys, time for the call in ms
+BULK_OBJECT = struct.Struct("<IB")  # position in the request, outcome
+BULK_CHECKSUM = struct.Struct("<Q")  # xxh3_64 bound to the object key without the tenant (hicache/checksum.py)
+BULK_SIZE_BYTES = 8
+
+
+class BulkKind(IntEnum):
+    """What is asked for. Bytes that are no request hardly look like one."""
+
+    GET = 0xB1C4
+    PUT = 0xB1D7
+
+
+def pack_sizes(sizes: Sequence[int]) -> bytes:
+    """Sizes in bytes, each as 64 bits."""
+    return struct.pack(f"<{len(sizes)}Q", *sizes)
+
+
+def unpack_sizes(packed: bytes) -> tuple[int, ...]:
+    """What ``pack_sizes`` put together."""
+    return struct.unpack(f"<{len(packed) // BULK_SIZE_BYTES}Q", packed)
