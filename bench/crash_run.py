@@ -27,8 +27,7 @@ LOW_WATERMARK = 0.9
 ROOMY_SHARE = 0.7  # of the capacity, which all clients together stay below where nothing may be missing
 READY_S_MAX = 10.0
 ANSWER_S_MAX = 120.0
-MOMENTS = ("load", "start", "stop")
-MOMENT_WEIGHTS = (6, 2, 2)
+MOMENTS = ("load", "start", "load", "stop", "load")  # of kills: in equal parts, in an order by chance
 STOP_S_MAX = 0.5  # a kill comes within so long after SIGTERM
 
 
@@ -97,9 +96,10 @@ class CrashPart:
         """All kills and their checks. Failures are in the tally, a broken harness raises BenchError."""
         shared_before = set(os.listdir("/dev/shm"))
         try:
-            while self.tally.kills.total() < self._part.kills:
+            moments = [MOMENTS[number % len(MOMENTS)] for number in range(self._part.kills)]
+            self._random.shuffle(moments)
+            for moment in moments:
                 show(f"{self._part.name}: {self.tally.kills.total()} of {self._part.kills} kills")
-                (moment,) = self._random.choices(MOMENTS, MOMENT_WEIGHTS)
                 self._kill_in_start() if moment == "start" else self._kill_in_life(moment)
                 self._moment = moment
                 self.tally.kills[moment] += 1
