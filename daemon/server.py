@@ -38,6 +38,7 @@ from hicache.daemon.storage import STUCK_S, Storage, Store
 from hicache.daemon.tenants import Tenants
 from hicache.daemon.transfers import Transfers
 from hicache.daemon.version import daemon_version
+from hicache.errors import ConfigError
 from hicache.workers import Job, QueueFull, Workers
 
 # A stop is over within 5 s: calls, sessions and regions get their share (grpc_server.py and here), the store what is
@@ -135,7 +136,11 @@ class Daemon:
 
     def _announce(self, ready: Ready) -> Ready:
         if self._config.ready_file:
-            write_ready_file(self._config.ready_file, ready)
+            try:
+                write_ready_file(self._config.ready_file, ready)
+            except OSError as error:
+                expected = f"a file that can be written ({error.strerror})"
+                raise ConfigError("ready_file", self._config.ready_file, expected) from error
             self._stages.callback(remove_ready_file, self._config.ready_file)
         self._readiness = "ready"
         self.metrics.ready.set(1)

@@ -21,7 +21,7 @@ import grpc
 import structlog
 
 from hicache.backends.faulty import Fault, FaultKind, Operation
-from hicache.client import ClientSettings, DaemonL3
+from hicache.client import DaemonL3
 from hicache.l3 import L3Item
 from hicache.outcome import Outcome
 from hicache.tenancy import DEFAULT_TENANT, physical_key, tenant_digest
@@ -29,9 +29,10 @@ from hicache.wire import hicached_pb2 as wire
 from hicache.wire.protocol import pack_keys
 from tests.client.hicached import HicachedProcess
 from tests.client.memory import SmallMemory, UnshareableMemory
-from tests.client.support import QUICK, SPEC, Answer, get, key, payload, put, wait_until
+from tests.client.support import Answer, get, key, payload, put, wait_until
 from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
+from tests.faults.other_client import OtherClient, connected
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "faults.md"
 BACKENDS = ("lmdb", "file")
@@ -44,13 +45,7 @@ DELAY_S = 0.02
 BOUND_S = 2.0  # a call is over so long after its deadline, on a machine however busy
 SIZE_BYTES = 48 << 10
 FILLER_OBJECTS = 64
-OTHER, FILLER = 1_000_000, 2_000  # numbers of the objects of the other client, and of those that only fill the store
-SETTINGS = ClientSettings(
-    lease_s=0.0,
-    backoff_s=QUICK.backoff_s,
-    backoff_s_max=QUICK.backoff_s_max,
-    breaker=QUICK.breaker,
-)
+FILLER = 2_000  # number of the first object that only fills the store
 BASE_METRICS = (
     "hicache_inflight_bytes",
     "hicache_storage_queued_chunks",
@@ -76,47 +71,6 @@ class Cell:
 Table = dict[tuple[str, str], str]  # by fault and operation
 
 
-class OtherClient:
-    """Puts, gets and looks up objects of its own without a pause, and remembers what went wrong."""
-
-    def __init__(self, address: str) -> None:
-        self._memory = SmallMemory(2 * SIZE_BYTES)
-        self._l3 = connected(address, self._memory)
-        self._number = OTHER
-        self._is_over = threading.Event()
-        self.rounds = 0
-        self.wrong: list[str] = []
-
-    def __enter__(self) -> OtherClient:
-        self._is_over.clear()
-        self._thread = threading.Thread(target=self._work)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._is_over.set()
-        self._thread.join()
-
-    def close(self) -> None:
-        self._l3.close()
-        self._memory.close()
-
-    def _work(self) -> None:
-        while not self._is_over.is_set():
-            self._number += 1
-            self._round(self._number)
-            self.rounds += 1
-
-    def _round(self, number: int) -> None:
-        content, view = payload(number, SIZE_BYTES), self._memory.buffer
-        view[:SIZE_BYTES] = content
-        outcomes = put(self._l3, [L3Item(key(number), 0, SIZE_BYTES)])
-        outcomes += self._l3.lookup([key(number)], timeout_s=10.0)
-        outcomes += get(self._l3, [L3Item(key(number), SIZE_BYTES, SIZE_BYTES)])
-        if outcomes != [Outcome.OK] * 3 or view[SIZE_BYTES:] != content:
-            self.wrong.append(f"object {number}: {outcomes}")
-
-
 class TableRun:
     """One daemon over one backend that fails on command, and the clients that meet its faults."""
 
@@ -126,7 +80,7 @@ class TableRun:
         self._memories = {"memory": SmallMemory(), "stream": UnshareableMemory()}
         self._clients = {bulk: connected(address, memory) for bulk, memory in self._memories.items()}
         self._raw = Client(self._daemon.target)
-        self._other = OtherClient(address)
+        self._other = OtherClient(address, SmallMemory(2 * SIZE_BYTES), size_bytes=SIZE_BYTES)
         self._number = 0
         for number in range(FILLER, FILLER + FILLER_OBJECTS):
             assert self._move("put", "memory", number) == "OK"
@@ -215,13 +169,6 @@ class TableRun:
 
     def _readings(self) -> dict[str, float]:
         return {name: self._daemon.metric(name) for name in BASE_METRICS}
-
-
-def connected(address: str, memory: SmallMemory) -> DaemonL3:
-    """A client that moves objects in the way its memory allows."""
-    client = DaemonL3(address, spec=SPEC, memory=memory, settings=SETTINGS)
-    assert client.wait_ready(timeout_s=20)
-    return client
 
 
 def killed_column(backend: str, folder: Path) -> Table:
