@@ -24,7 +24,7 @@ from hicache.daemon.control import Control
 from hicache.daemon.grpc_server import GrpcServer
 from hicache.daemon.hello import Hellos, Identity
 from hicache.daemon.http import HttpServer
-from hicache.daemon.memory_socket import MemorySocket
+from hicache.daemon.memory_socket import STRANGE_QUEUE_MAX, MemorySocket
 from hicache.daemon.metrics import Metrics, Readings
 from hicache.daemon.notify import Ready, notify_systemd, remove_ready_file, write_ready_file
 from hicache.daemon.open_files import raise_open_files_limit
@@ -239,7 +239,11 @@ class Daemon:
         listener = listen_unix("socket", config.memory_socket, mode=config.socket_mode_bits, backlog=BACKLOG)
         self._stages.callback(_remove, config.memory_socket)
         self._stages.callback(listener.close)
-        memory_socket = MemorySocket(listener, sessions, unmap=unmap, on_refusal=self.metrics.region_refusals.inc)
+        strange = Workers("hicached-strange", threads=1, queue_max=STRANGE_QUEUE_MAX)
+        self._stages.callback(strange.close, timeout_s=0)  # what cannot be closed goes with the process
+        memory_socket = MemorySocket(
+            listener, sessions, unmap=unmap, strange=strange, on_refusal=self.metrics.region_refusals.inc
+        )
         memory_socket.start()
         self._stages.push_async_callback(memory_socket.stop, timeout_s=REGIONS_S)
         return sessions

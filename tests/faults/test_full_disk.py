@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -59,8 +60,8 @@ class Expected:
 
     def delete(self, store: ObjectStore, name: bytes) -> None:
         (outcome,) = store.delete([name])
-        assert outcome in (Outcome.OK, Outcome.IO_ERROR)
-        if outcome is Outcome.OK:
+        assert outcome in (Outcome.OK, Outcome.ABSENT, Outcome.IO_ERROR)
+        if outcome is not Outcome.IO_ERROR:  # absent: it had made room before
             del self.present[name]
 
     def check(self, store: ObjectStore) -> None:
@@ -99,12 +100,12 @@ def test_no_space_at_any_call_is_an_outcome_and_takes_none(backend: str, way: st
         expected.check(store)
         store.close()
         store = opened(backend, folder)
-        counted = count_medium(backend, folder / "store")
         usage = store.usage()
+        store.close()
+        counted = count_medium(backend, folder / "store")
         assert (counted.objects, counted.stored_bytes) == (usage.objects, usage.stored_bytes)
         assert counted.orphans == ()
-        store.close()
-        subprocess.run(["rm", "-r", str(folder)], check=True)
+        shutil.rmtree(folder)
         if disk.calls <= number:
             assert number > 10, "this counted calls"
             return

@@ -35,6 +35,7 @@ MIB = 1 << 20
 SEED = int(os.environ.get("HICACHE_TEST_SEED", Random().randrange(2**32)))
 ROUNDS = 3  # that each neighbour completes while something hostile goes on
 CONNECTIONS = 1_000  # to each socket
+LOG_LINES_MAX = 100  # but for those about sessions
 GROWTH_BYTES_MAX = 96 * MIB  # of the daemon's own memory over all of it
 MALLORY, BOB = "mallory-token-0123456789", "bob-token-0123456789abcd"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
@@ -113,7 +114,9 @@ def besieged(besieged_daemon: Besieged) -> Iterator[Besieged]:
     assert besieged_daemon.daemon.process.poll() is None, besieged_daemon.daemon.log
     wait_until(besieged_daemon.is_as_before, what=f"{besieged_daemon.base}, but {besieged_daemon.readings()}")
     assert besieged_daemon.read_own_bytes() < besieged_daemon.own_bytes + GROWTH_BYTES_MAX
-    assert "Traceback" not in besieged_daemon.daemon.log
+    log = besieged_daemon.daemon.log
+    assert "Traceback" not in log
+    assert log.count("\n") - log.count(" session ") < LOG_LINES_MAX, "nobody fills the log"
 
 
 @pytest.fixture
