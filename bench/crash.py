@@ -29,7 +29,7 @@ def plan(backends: tuple[str, ...], *, kills: int, is_quick: bool) -> list[Part]
     for backend in backends:
         roomy_kills = round(kills * ROOMY_SHARE_OF_KILLS)
         for part in (Part(backend, False, roomy_kills), Part(backend, True, kills - roomy_kills)):
-            small = replace(part, clients=2, capacity_bytes=64 << 20, load_s_max=0.3)
+            small = replace(part, clients=2, capacity_bytes=64 << 20, load_s_max=0.2)
             parts.append(small if is_quick else part)
     return parts
 

@@ -32,6 +32,7 @@ PAUSE_S = 0.02  # between calls that find no daemon
 LEASED_SHARE = 0.2  # of the capacity, by all clients: far below what leases may protect
 QUICK = ClientSettings(lease_s=LEASE_S, backoff_s=0.01, backoff_s_max=0.05, refused_retry_s=0.1)
 IDLE = "idle"  # a message that only ends a load
+BEGUN = "begun"  # what a load sends when it has put something
 UNANSWERED = frozenset({Outcome.UNAVAILABLE, Outcome.DEADLINE, Outcome.CANCELLED})
 
 
@@ -96,10 +97,13 @@ class CrashClient:
         if (bulk := self._l3.status().bulk) != ("memory" if self._role.is_shared else "stream"):
             raise BenchError(f"objects would go through {bulk}")
 
-    def run(self, is_over: Callable[[], bool]) -> Report:
-        """Put load on the daemon until ``is_over``, whatever becomes of the daemon."""
+    def run(self, is_over: Callable[[], bool], *, on_begun: Callable[[], None]) -> Report:
+        """Put load on the daemon until ``is_over``, whatever becomes of it. ``on_begun`` is told of the first put."""
         steps = (self._put, self._get, self._get_of_others, self._delete, self._lookup)
         self._report = Report()
+        while not self._report.calls["put OK"] and not is_over():
+            self._put()
+        on_begun()
         while not is_over():
             (step,) = self._random.choices(steps, (45, 25, 8, 8, 14))
             if not step():
@@ -335,6 +339,9 @@ def run_crash_client(connection: Connection, role: Role) -> None:
         if name == IDLE:
             continue
         try:
-            connection.send(client.run(connection.poll) if name == "run" else getattr(client, name)())
+            if name == "run":
+                connection.send(client.run(connection.poll, on_begun=lambda: connection.send(BEGUN)))
+            else:
+                connection.send(getattr(client, name)())
         except Exception as error:
             connection.send(BenchError(f"client {role.number}, {name}: {error!r}"))

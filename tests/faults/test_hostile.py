@@ -46,7 +46,6 @@ BASE_METRICS = (
     "hicache_regions",
     "hicache_region_bytes",
     "hicache_sessions",
-    "hicache_store_leases",
 )
 
 
@@ -56,12 +55,14 @@ class Besieged:
     def __init__(self, folder: Path) -> None:
         (folder / "tenants").write_text(f"mallory {MALLORY}\nbob {BOB}\n")
         (folder / "tenants").chmod(0o600)
-        self.daemon = DaemonProcess(folder, tenants_file=folder / "tenants", listen="127.0.0.1:0").wait_ready()
+        self.daemon = DaemonProcess(
+            folder, tenants_file=folder / "tenants", listen="127.0.0.1:0", capacity_bytes="256MiB"
+        ).wait_ready()
         self.address = self.daemon.target.replace("unix:", "unix://")
         self.tcp_address = f"tcp://{self.daemon.ready['listen']}"
         self.memory_socket = f"{self.daemon.settings['socket']}.memory"
         self.neighbours = [
-            OtherClient(address, memory(2 * MIB), size_bytes=MIB, token=BOB)
+            OtherClient(address, memory(2 * MIB), size_bytes=MIB, token=BOB, lease_s=CALL_S)
             for address, memory in ((self.address, SmallMemory), (self.tcp_address, UnshareableMemory))
         ]
         self.base = self.readings()
