@@ -25,16 +25,27 @@ import pytest
 
 from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
+from hicache.wire.bulk import BULK_MAGIC, BULK_REQUEST, BulkKind
 from hicache.wire.protocol import MEMORY_HELLO, pack_keys
 from tests.client.memory import SmallMemory, UnshareableMemory
-from tests.daemon.client import CALL_S, Attachment, Client, Memory, MemoryRefused, object_key, payload_of
+from tests.daemon.client import (
+    CALL_S,
+    Attachment,
+    Bulk,
+    BulkRefused,
+    Client,
+    Memory,
+    MemoryRefused,
+    object_key,
+    payload_of,
+)
 from tests.daemon.rig import DaemonProcess, http_get, scrape, wait_until
 from tests.faults.other_client import OtherClient
 
 MIB = 1 << 20
 SEED = int(os.environ.get("HICACHE_TEST_SEED", Random().randrange(2**32)))
 ROUNDS = 3  # that each neighbour completes while something hostile goes on
-CONNECTIONS = 1_000  # to each socket
+CONNECTIONS = 600  # to each socket
 LOG_LINES_MAX = 100  # but for those about sessions
 GROWTH_BYTES_MAX = 96 * MIB  # of the daemon's own memory over all of it
 MALLORY, BOB = "mallory-token-0123456789", "bob-token-0123456789abcd"
@@ -303,6 +314,23 @@ class TestRequests:
                         call(raw, timeout=CALL_S)
         assert mallory.stats().sessions >= 1
 
+    def test_requests_of_any_numbers_on_the_bulk_socket(self, mallory: Client) -> None:
+        random = Random(SEED)
+        for _ in range(60):
+            bulk = Bulk(mallory.bulk_address, mallory.secret)
+            count, key_bytes = random.choice((0, 1, 3, 2**14, 2**32 - 1)), random.choice((0, 1, 36, 112, 2**16 - 1))
+            kind = random.choice((*BulkKind, 0))
+            keys = random.randbytes(min(count, 3) * min(key_bytes, 112))
+            sizes = b"".join(random.choice(_NUMBERS).to_bytes(8, "little") for _ in range(min(count, 3)))
+            with contextlib.suppress(BulkRefused, OSError):  # hicached has had enough
+                bulk.send(BULK_REQUEST.pack(kind, key_bytes, count, random.choice((0, 1000, 2**32 - 1))))
+                bulk.send(keys + sizes + random.randbytes(random.choice((0, 0, 1, 5000))))
+                bulk.connection.shutdown(socket.SHUT_WR)
+                bulk.receive_status()
+                while bulk.connection.recv(65536):
+                    pass
+            bulk.close()
+
     def test_a_message_above_every_limit(self, mallory: Client) -> None:
         call: grpc.UnaryUnaryMultiCallable[bytes, bytes] = mallory.channel.unary_unary(f"/{_SERVICE}/Lookup")
         with pytest.raises(grpc.RpcError) as caught:
@@ -368,8 +396,9 @@ def _some_request(random: Random, secret: bytes, region: int, method: str) -> by
 
 def _addresses(besieged: Besieged) -> list[tuple[int, str | tuple[str, int]]]:
     """Family and address of every socket that the daemon listens on."""
-    unix = [(socket.AF_UNIX, str(besieged.daemon.settings["socket"])), (socket.AF_UNIX, besieged.memory_socket)]
-    hosts = [besieged.daemon.ready[name].rsplit(":", 1) for name in ("listen", "http")]
+    path = str(besieged.daemon.settings["socket"])
+    unix = [(socket.AF_UNIX, name) for name in (path, f"{path}.memory", f"{path}.bulk")]
+    hosts = [besieged.daemon.ready[name].rsplit(":", 1) for name in ("listen", "bulk_listen", "http")]
     return [*unix, *((socket.AF_INET, (host, int(port))) for host, port in hosts)]
 
 
