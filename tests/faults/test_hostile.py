@@ -25,7 +25,7 @@ import pytest
 
 from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
-from hicache.wire.bulk import BULK_MAGIC, BULK_REQUEST, BulkKind
+from hicache.wire.bulk import BULK_REQUEST, BulkKind
 from hicache.wire.protocol import MEMORY_HELLO, pack_keys
 from tests.client.memory import SmallMemory, UnshareableMemory
 from tests.daemon.client import (
