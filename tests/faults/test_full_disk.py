@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -32,6 +33,12 @@ BEFORE = 90  # the first number of the objects that are there before
 WAYS = {"once": lambda number: range(number, number + 1), "from then on": lambda number: range(number, NEVER)}
 
 
+@cache
+def content_of(number: int) -> bytes:
+    """Made once: these tests put the same few objects again and again."""
+    return payload(number, SIZES_BYTES[number % len(SIZES_BYTES)])
+
+
 def opened(backend: str, folder: Path) -> ObjectStore:
     store = open_store(
         f"{backend}://{folder}/store",
@@ -51,7 +58,7 @@ class Expected:
         self.put(store, range(BEFORE, BEFORE + len(SIZES_BYTES)))
 
     def put(self, store: ObjectStore, numbers: range) -> None:
-        objects = [(key(number), payload(number, SIZES_BYTES[number % len(SIZES_BYTES)])) for number in numbers]
+        objects = [(key(number), content_of(number)) for number in numbers]
         items = [PutItem(name, memoryview(content)) for name, content in objects]
         for (name, content), outcome in zip(objects, store.put(items), strict=True):
             assert outcome in (Outcome.OK, Outcome.NO_SPACE, Outcome.IO_ERROR)

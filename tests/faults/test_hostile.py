@@ -45,7 +45,7 @@ from tests.faults.other_client import OtherClient
 MIB = 1 << 20
 SEED = int(os.environ.get("HICACHE_TEST_SEED", Random().randrange(2**32)))
 ROUNDS = 3  # that each neighbour completes while something hostile goes on
-CONNECTIONS = 600  # to each socket
+CONNECTIONS = 400  # to each socket
 LOG_LINES_MAX = 100  # but for those about sessions
 GROWTH_BYTES_MAX = 96 * MIB  # of the daemon's own memory over all of it
 MALLORY, BOB = "mallory-token-0123456789", "bob-token-0123456789abcd"
