@@ -57,7 +57,10 @@ def _count_lmdb(directory: Path) -> Counted:
 
 def _count_files(directory: Path) -> Counted:
     objects = payload_bytes = stored_bytes = 0
-    orphans = [str(path) for path in (directory / "unfinished").rglob("*") if path.is_file() and path.stat().st_size]
+    unfinished = [path for path in (directory / "unfinished").rglob("*") if path.is_file()]
+    orphans = [str(path) for path in unfinished if path.suffix != ".alive"]
+    if len(unfinished) - len(orphans) > 1:
+        orphans.append("more than one writer is said to live")
     for path in (directory / "objects").rglob("*"):
         if not path.is_file():
             continue

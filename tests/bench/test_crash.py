@@ -42,22 +42,22 @@ class TestSabotage:
     @pytest.mark.parametrize(
         ("damage", "seen"),
         [
-            (lambda path: path.unlink(), "is missing, and nothing was evicted"),
-            (lambda path: path.write_bytes(path.read_bytes()[:-1] + b"?"), "CORRUPT"),
-            (lambda path: (path.parents[3] / "unfinished" / "0").write_bytes(b"left"), "an orphan"),
-            (lambda path: path.with_name("aaaa").write_bytes(bytes(5000)), "no whole object"),
+            (lambda store, path: path.unlink(), "is missing, and nothing was evicted"),
+            (lambda store, path: path.write_bytes(path.read_bytes()[:-1] + b"?"), "CORRUPT"),
+            (lambda store, path: (store / "unfinished" / "0").write_bytes(b"left"), "an orphan"),
+            (lambda store, path: path.with_name("aaaa").write_bytes(bytes(5000)), "no whole object"),
         ],
         ids=["a lost object", "a torn object", "an unfinished file", "a file that is no object"],
     )
     def test_damage_between_a_kill_and_the_start_is_a_failure(
-        self, damage: Callable[[Path], object], seen: str
+        self, damage: Callable[[Path, Path], object], seen: str
     ) -> None:
         class Sabotaged(CrashPart):
             def _check_medium(self) -> None:
                 store = self._folder / "store"
-                largest = sorted(store.glob("objects/*/*/*"), key=lambda path: path.stat().st_size)
-                if largest and not self.tally.failures:
-                    damage(largest[-1])
+                files = [path for path in (store / "objects").rglob("*") if path.is_file()]
+                if files and not self.tally.failures:
+                    damage(store, max(files, key=lambda path: path.stat().st_size))
                 super()._check_medium()
 
         part = replace(PARTS[0], backend="file", kills=2)
