@@ -28,6 +28,7 @@ ROOMY_SHARE = 0.7  # of the capacity, which all clients together stay below wher
 READY_S_MAX = 30.0  # again; a first start takes the space of its store, however slow the disk is
 ANSWER_S_MAX = 120.0
 MOMENTS = ("load", "start", "load", "stop", "load")  # of kills: in equal parts, in an order by chance
+SPARE_DESCRIPTORS = 16  # that gRPC may hold a moment longer
 STOP_S_MAX = 0.5  # a kill comes within so long after SIGTERM
 
 
@@ -88,6 +89,7 @@ class CrashPart:
             folder, backend=part.backend, capacity_bytes=part.capacity_bytes, settings=settings
         )
         self._clients = [_ClientProcess(self._role(number, seed)) for number in range(part.clients)]
+        self._descriptors: list[int] = []  # of each client, after the first start
         self._moment = ""  # of the last kill
         self._killed_s = self._leases_end_s = 0.0
         self._reports: list[Report] = []
@@ -163,6 +165,12 @@ class CrashPart:
         records = [record for part in self._all("verify") for record in part]
         self._check_objects(records)
         self._check_daemon()
+        descriptors = self._all("descriptor_count")
+        self._descriptors = self._descriptors or descriptors
+        for now, before in zip(descriptors, self._descriptors, strict=True):
+            self._fail(
+                [f"a client has {now} descriptors, {before} after the first start"] * (now > before + SPARE_DESCRIPTORS)
+            )
 
     def _check_medium(self) -> None:
         """Usage equals what is on the medium, and nothing else is there. Nobody has changed anything yet."""

@@ -6,6 +6,7 @@ import contextlib
 import fcntl
 import mmap
 import os
+import resource
 import secrets
 import select
 import signal
@@ -23,6 +24,7 @@ from tempfile import TemporaryDirectory
 import grpc
 import pytest
 
+from hicache.daemon.open_files import raise_open_files_limit
 from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.bulk import BULK_REQUEST, BulkKind
@@ -424,9 +426,11 @@ class TestConnections:
                     connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
 
     def test_thousands_of_connections_that_say_nothing(self, besieged: Besieged) -> None:
+        raise_open_files_limit()
+        room = resource.getrlimit(resource.RLIMIT_NOFILE)[0] // len(_addresses(besieged)) // 2
         with contextlib.ExitStack() as open_ones:
             for family, address in _addresses(besieged):
-                for _ in range(CONNECTIONS):
+                for _ in range(min(CONNECTIONS, room)):
                     connection = open_ones.enter_context(socket.socket(family))
                     connection.settimeout(CALL_S)
                     with contextlib.suppress(ConnectionError, BlockingIOError):
