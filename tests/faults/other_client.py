@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from random import Random
 
 from hicache.client import ClientSettings, DaemonL3
@@ -14,15 +13,16 @@ from tests.client.support import QUICK, SPEC, get, key, payload, put
 
 FIRST_NUMBER = 1_000_000  # of its objects; nobody else's are called like that
 SETTINGS = ClientSettings(
+    lease_s=0.0,
     backoff_s=QUICK.backoff_s,
     backoff_s_max=QUICK.backoff_s_max,
     breaker=QUICK.breaker,
 )
 
 
-def connected(address: str, memory: SmallMemory, *, token: str = "", lease_s: float = 0.0) -> DaemonL3:
+def connected(address: str, memory: SmallMemory, *, token: str = "") -> DaemonL3:
     """A client that moves objects in the way its memory allows."""
-    settings = replace(SETTINGS, lease_s=lease_s)
+    settings = replace(SETTINGS)
     client = DaemonL3(address, spec=SPEC, memory=memory, settings=settings, token=token)
     assert client.wait_ready(timeout_s=20)
     return client
@@ -31,15 +31,13 @@ def connected(address: str, memory: SmallMemory, *, token: str = "", lease_s: fl
 class OtherClient:
     """Puts, looks up and gets objects of its own without a pause, and remembers what went wrong.
 
-    ``memory`` is its own, and has room for two objects of ``size_bytes``. It leases what it looks up.
+    ``memory`` is its own, and has room for two objects of ``size_bytes``.
     """
 
-    def __init__(
-        self, address: str, memory: SmallMemory, *, size_bytes: int, token: str = "", lease_s: float = 0.0
-    ) -> None:
+    def __init__(self, address: str, memory: SmallMemory, *, size_bytes: int, token: str = "") -> None:
         self._memory = memory
         self._size_bytes = size_bytes
-        self._l3 = connected(address, memory, token=token, lease_s=lease_s)
+        self._l3 = connected(address, memory, token=token)
         self._number = FIRST_NUMBER + Random().randrange(FIRST_NUMBER) * FIRST_NUMBER
         self._is_over = threading.Event()
         self.rounds = 0

@@ -26,8 +26,8 @@ from tests.daemon.rig import DaemonProcess, scrape
 from tests.faults.full_disk import NEVER, FullDisk
 
 MIB = 1 << 20
-CAPACITY_BYTES = 16 * MIB
-SIZES_BYTES = (100, 70_001, 3 * MIB)  # one chunk, several, and more than one transaction has room for
+CAPACITY_BYTES = 8 * MIB
+SIZES_BYTES = (100, 70_001, MIB)  # one chunk, two, and many
 CALLS_MAX = 400  # far more than any of these scenarios makes
 BEFORE = 90  # the first number of the objects that are there before
 WAYS = {"once": lambda number: range(number, number + 1), "from then on": lambda number: range(number, NEVER)}

@@ -75,7 +75,7 @@ class Besieged:
         self.tcp_address = f"tcp://{self.daemon.ready['listen']}"
         self.memory_socket = f"{self.daemon.settings['socket']}.memory"
         self.neighbours = [
-            OtherClient(address, memory(2 * MIB), size_bytes=MIB, token=BOB, lease_s=CALL_S)
+            OtherClient(address, memory(2 * MIB), size_bytes=MIB, token=BOB)
             for address, memory in ((self.address, SmallMemory), (self.tcp_address, UnshareableMemory))
         ]
         self.base = self.readings()
