@@ -22,8 +22,7 @@ SETTINGS = ClientSettings(
 
 def connected(address: str, memory: SmallMemory, *, token: str = "") -> DaemonL3:
     """A client that moves objects in the way its memory allows."""
-    settings = replace(SETTINGS)
-    client = DaemonL3(address, spec=SPEC, memory=memory, settings=settings, token=token)
+    client = DaemonL3(address, spec=SPEC, memory=memory, settings=SETTINGS, token=token)
     assert client.wait_ready(timeout_s=20)
     return client
 
