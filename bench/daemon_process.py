@@ -59,24 +59,30 @@ class DaemonProcess:
 
     def start(self) -> float:
         """Start it; returns the seconds until it served clients. Raises BenchError."""
-        ready = self._folder / "ready.json"
-        ready.unlink(missing_ok=True)
         start_s = time.monotonic()
-        with (self._folder / "log").open("ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module, *self._flags], stdout=log, stderr=log, stdin=subprocess.DEVNULL
-            )
+        self.spawn()
+        assert self._process is not None
+        ready = self._folder / "ready.json"
         while not ready.exists():
             if self._process.poll() is not None or time.monotonic() - start_s > START_TIMEOUT_S:
                 self.kill()
                 raise BenchError(f"hicached did not start: {(self._folder / 'log').read_text()[-1000:].strip()}")
             time.sleep(_POLL_S)
         ready_s = time.monotonic() - start_s
-        self._addresses["tcp"] = f"tcp://{json.loads(ready.read_text())['listen']}"
+        told = json.loads(ready.read_text())
+        self._addresses |= {"tcp": f"tcp://{told['listen']}", "http": told["http"]}
         return ready_s
 
+    def spawn(self) -> None:
+        """Start it and do not wait."""
+        (self._folder / "ready.json").unlink(missing_ok=True)
+        with (self._folder / "log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", self._module, *self._flags], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+            )
+
     def address(self, path: str) -> str:
-        """What a client of this path (``memory``, ``unix``, ``tcp``) connects to."""
+        """What a client of this path (``memory``, ``unix``, ``tcp``) connects to; ``http`` where that is on."""
         return self._addresses[path]
 
     @property
@@ -90,11 +96,16 @@ class DaemonProcess:
         lines = dict(line.split(":", 1) for line in Path(f"/proc/{self.pid}/status").read_text().splitlines())
         return int(lines["RssAnon"].split()[0]) * 1024
 
+    def terminate(self) -> None:
+        """SIGTERM, and do not wait."""
+        if self._process is not None:
+            self._process.send_signal(signal.SIGTERM)
+
     def stop(self) -> None:
         """SIGTERM; SIGKILL when that takes too long."""
         if self._process is None:
             return
-        self._process.send_signal(signal.SIGTERM)
+        self.terminate()
         try:
             self._process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:

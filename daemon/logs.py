@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import logging
+import math
 import sys
-from collections.abc import MutableMapping
+import time
+from collections.abc import Callable, MutableMapping
 from typing import Any
 
 import structlog
 
 SECRET_WORDS = ("token", "secret", "salt", "password")
+
+_LIBRARIES = ("aiohttp", "grpc")
+_INPUT_ERRORS = ("aiohttp", "google")  # packages of the exceptions that bad input raises in them
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
@@ -43,7 +48,34 @@ def configure_logs(*, level: str, style: str) -> None:
             processors=[structlog.stdlib.ProcessorFormatter.remove_processors_meta, renderer],
         )
     )
+    handler.addFilter(LibraryLines())
     logging.basicConfig(level=max(_LEVELS[level], logging.INFO), handlers=[handler], force=True)
+
+
+class LibraryLines(logging.Filter):
+    """Lines of the libraries that read what strangers send: one of each logger per interval, so that none fills a log.
+
+    An exception that only says that the input was no message is told in one line, any other with its traceback.
+    """
+
+    def __init__(self, *, interval_s: float = 60.0, clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._interval_s = interval_s
+        self._clock = clock
+        self._said_at_s: dict[str, float] = {}  # by logger, of which libraries have a few
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the line is written."""
+        if record.name.partition(".")[0] not in _LIBRARIES:
+            return True
+        now_s = self._clock()
+        if now_s - self._said_at_s.get(record.name, -math.inf) < self._interval_s:
+            return False
+        self._said_at_s[record.name] = now_s
+        error = record.exc_info[1] if record.exc_info else None
+        if type(error).__module__.partition(".")[0] in _INPUT_ERRORS:
+            record.msg, record.args, record.exc_info = "what was sent is no message: %r", (error,), None
+        return True
 
 
 def redact(_: object, __: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:  # Any: structlog's type

@@ -6,7 +6,6 @@ import asyncio
 import fcntl
 import mmap
 import os
-import stat
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -90,6 +89,18 @@ class OfferedMemory:
     memfd: tuple[int, int]  # which one it is: device and inode
 
 
+def seals_of(descriptor: int) -> int | None:
+    """The seals of a memfd; None for anything else.
+
+    The only question that is safe to ask of a stranger's descriptor: the kernel answers it by itself. Asked for its
+    status, or closed, a file of a file system that a client serves (FUSE) holds the caller for as long as it likes.
+    """
+    try:
+        return fcntl.fcntl(descriptor, _F_GET_SEALS)
+    except OSError:
+        return None
+
+
 def check_memory(descriptor: int, size_bytes: int) -> OfferedMemory:
     """Whether ``size_bytes`` of a client's memfd can be mapped safely. Raises RegionRefused.
 
@@ -98,12 +109,9 @@ def check_memory(descriptor: int, size_bytes: int) -> OfferedMemory:
     back, at the daemon's cost, but hugetlbfs has none to give when its pool is empty, and faults. So those are refused.
     So is memory without pages: whoever touches a page first pays for it, and that would be the daemon.
     """
-    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+    seals = seals_of(descriptor)
+    if seals is None:
         raise RegionRefused("the descriptor is not a memfd")
-    try:
-        seals = fcntl.fcntl(descriptor, _F_GET_SEALS)
-    except OSError as error:
-        raise RegionRefused(f"the descriptor is not a memfd that takes seals: {error.strerror}") from error
     if not seals & _F_SEAL_SHRINK:
         raise RegionRefused("the memfd is not sealed against shrinking (F_SEAL_SHRINK)")
     # st_blksize would be that of huge pages for ordinary memfds too, where the kernel may give them transparently.

@@ -10,11 +10,12 @@ import logging
 import os
 import socket
 from collections.abc import Callable
+from functools import partial
 
 import structlog
 
 from hicache.daemon.acceptor import HELLO_TIMEOUT_S, Acceptor, readable
-from hicache.daemon.memory import Region, RegionRefused, check_memory, map_memory
+from hicache.daemon.memory import Region, RegionRefused, check_memory, map_memory, seals_of
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session, Sessions
 from hicache.notices import Notices
@@ -25,8 +26,11 @@ from hicache.wire.protocol import (
     MEMORY_STATUS_OK,
     MEMORY_STATUS_REFUSED,
 )
+from hicache.workers import QueueFull, Workers
 
 REGIONS_MAX = 32_768  # mapped at a time, those of ended sessions included; more are refused
+STRANGE_DESCRIPTORS_MAX = 256  # that wait to be closed; then no memory is taken until it is fewer
+STRANGE_QUEUE_MAX = 1024  # with those of all hellos that were begun before
 
 _DISCARD_READS_MAX = 16
 _DESCRIPTORS_MAX = 4  # of one connection; one is wanted: more are received only to be closed
@@ -43,12 +47,17 @@ class MemorySocket:
         sessions: Sessions,
         *,
         unmap: Callable[[Callable[[], None]], None],
+        strange: Workers,
         on_refusal: Callable[[], None],
     ) -> None:
-        """``listener`` is bound and listening, and stays the caller's. ``unmap`` runs a blocking call in a thread."""
+        """``listener`` is bound and listening, and stays the caller's. ``unmap`` runs a blocking call in a thread.
+
+        So does ``strange``, for descriptors that are no memory: closing one may take as long as its owner likes.
+        """
         self._acceptor = Acceptor("memory", listener, self._serve, on_drop=on_refusal)
         self._sessions = sessions
         self._unmap = unmap
+        self._strange = strange
         self._on_refusal = on_refusal
         self._region_ids = itertools.count(1)
         self._notices = Notices(logging.getLogger(__name__))
@@ -92,6 +101,8 @@ class MemorySocket:
     async def _take_region(self, connection: socket.socket, introduced: Callable[[], None]) -> tuple[Session, Region]:
         """The region that the client offers, attached to its session. Raises RegionRefused."""
         descriptors: list[int] = []
+        if self._strange.queued_count >= STRANGE_DESCRIPTORS_MAX:  # not received, the kernel drops them by itself
+            raise RegionRefused("hicached holds too many descriptors that are no memory and cannot be closed")
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 hello = await _receive_hello(connection, descriptors)
@@ -101,7 +112,14 @@ class MemorySocket:
             raise RegionRefused(f"no complete hello within {HELLO_TIMEOUT_S:g} s") from error
         finally:
             for descriptor in descriptors:
-                os.close(descriptor)
+                self._close(descriptor)
+
+    def _close(self, descriptor: int) -> None:
+        if seals_of(descriptor) is not None:
+            os.close(descriptor)
+            return
+        with contextlib.suppress(QueueFull):  # the daemon is stopping
+            self._strange.submit(partial(os.close, descriptor))
 
     def _attach(self, hello: bytes, descriptors: list[int]) -> tuple[Session, Region]:
         secret, size_bytes = MEMORY_HELLO.unpack(hello)

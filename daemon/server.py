@@ -25,7 +25,7 @@ from hicache.daemon.control import Control
 from hicache.daemon.grpc_server import GrpcServer
 from hicache.daemon.hello import Hellos, Identity
 from hicache.daemon.http import HttpServer
-from hicache.daemon.memory_socket import MemorySocket
+from hicache.daemon.memory_socket import STRANGE_QUEUE_MAX, MemorySocket
 from hicache.daemon.metrics import Metrics, Readings
 from hicache.daemon.notify import Ready, notify_systemd, remove_ready_file, write_ready_file
 from hicache.daemon.open_files import raise_open_files_limit
@@ -161,7 +161,11 @@ class Daemon:
 
     def _announce(self, ready: Ready) -> Ready:
         if self._config.ready_file:
-            write_ready_file(self._config.ready_file, ready)
+            try:
+                write_ready_file(self._config.ready_file, ready)
+            except OSError as error:
+                expected = f"a file that can be written ({error.strerror})"
+                raise ConfigError("ready_file", self._config.ready_file, expected) from error
             self._stages.callback(remove_ready_file, self._config.ready_file)
         self._readiness = "ready"
         self.metrics.ready.set(1)
@@ -269,7 +273,11 @@ class Daemon:
         listener = listen_unix("socket", config.memory_socket, mode=config.socket_mode_bits, backlog=BACKLOG)
         self._stages.callback(_remove, config.memory_socket)
         self._stages.callback(listener.close)
-        memory_socket = MemorySocket(listener, sessions, unmap=unmap, on_refusal=self.metrics.region_refusals.inc)
+        strange = Workers("hicached-strange", threads=1, queue_max=STRANGE_QUEUE_MAX)
+        self._stages.callback(strange.close, timeout_s=0)  # what cannot be closed goes with the process
+        memory_socket = MemorySocket(
+            listener, sessions, unmap=unmap, strange=strange, on_refusal=self.metrics.region_refusals.inc
+        )
         memory_socket.start()
         self._stages.push_async_callback(memory_socket.stop, timeout_s=REGIONS_S)
         return sessions

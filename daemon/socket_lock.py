@@ -37,8 +37,9 @@ class SocketLock:
             holder = os.pread(self._descriptor, _HOLDER_BYTES_MAX, 0).decode(errors="replace").strip()
             os.close(self._descriptor)
             raise StorageInUse(socket_file, holder or "another process") from error
-        os.ftruncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, f"pid {os.getpid()} ({own_command()})\n".encode()[:_HOLDER_BYTES_MAX], 0)
+        with contextlib.suppress(OSError):  # on a full disk it is held all the same
+            os.ftruncate(self._descriptor, 0)
+            os.pwrite(self._descriptor, f"pid {os.getpid()} ({own_command()})\n".encode()[:_HOLDER_BYTES_MAX], 0)
 
     def release(self) -> None:
         """Lets go of the lock. Call once."""

@@ -125,6 +125,47 @@ class TestMemory:
         with sealed_memfd(2 * MIB, os.MFD_HUGETLB) as fd:
             assert "MFD_HUGETLB" in refused_memory(client, fd, 2 * MIB)
 
+    def test_descriptors_that_their_owner_holds_up_hold_up_nobody_else(
+        self, daemon: ThreadedDaemon, client: Client, memory: Memory, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As a FUSE file system whose server does not answer does it: neither status nor close is waited for."""
+        monkeypatch.setattr("hicache.daemon.memory_socket.STRANGE_DESCRIPTORS_MAX", 2)
+        released = threading.Event()
+        read_end, write_end = os.pipe()
+        theirs = os.fstat(read_end).st_ino
+        real_close, real_fstat = os.close, os.fstat
+
+        def close(descriptor: int) -> None:
+            if real_fstat(descriptor).st_ino == theirs:
+                assert threading.current_thread().name.startswith("hicached-strange")
+                released.wait(CALL_S)
+            real_close(descriptor)
+
+        def fstat(descriptor: int) -> os.stat_result:
+            status = real_fstat(descriptor)
+            assert status.st_ino != theirs
+            return status
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "close", close)
+            patch.setattr(os, "fstat", fstat)
+            for _ in range(3):  # one of them is being closed, two wait
+                assert "not a memfd" in refused_memory(client, read_end, 4096)
+            assert "cannot be closed" in refused_memory(client, memory.fd, memory.size_bytes)
+            assert client.present([object_key(1)]) == [False]
+            released.set()
+            wait_until(lambda: not daemon.metric("hicache_regions"), what="nothing is mapped")
+        wait_until(lambda: self._is_taken(client, memory), what="memory is taken again")
+        os.close(read_end)
+        os.close(write_end)
+
+    def _is_taken(self, client: Client, memory: Memory) -> bool:
+        try:
+            client.attach(memory)
+        except MemoryRefused:
+            return False
+        return True
+
     def test_all_tenants_together_stay_within_the_budget(self, start_thread: StartThread, two_tenants: str) -> None:
         daemon = start_thread(
             tenants_file=two_tenants, regions_bytes_max="8MiB", tenant_regions_bytes_max="8MiB", sessions_max=4

@@ -58,7 +58,9 @@ def test_the_example_of_the_readme_runs() -> None:
     assert finished.returncode == 0, finished.stderr
 
 
-@pytest.mark.parametrize("document", ["README.md", "ARCHITECTURE.md", "docs/decisions/README.md", "docs/engine.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "ARCHITECTURE.md", "docs/decisions/README.md", "docs/engine.md", "docs/faults.md"]
+)
 def test_what_a_document_points_to_exists(document: str) -> None:
     text = (ROOT / document).read_text()
     links = re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text)

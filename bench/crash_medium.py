@@ -1,0 +1,78 @@
+"""What is on the medium of a store, counted without the store: its files are read as they lie there."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import lmdb
+
+from hicache.backends.file_layout import HEADER_BYTES, decode_header, object_path, stored_bytes_of
+from hicache.backends.lmdb_layout import CHUNK_STORED_BYTES, decode_record, pack_chunk_id
+
+STORE_FILES = {"lmdb": {"data.mdb", "lock.mdb"}, "file": {"objects", "unfinished"}}
+COMMON_FILES = {"hicache.lock", "hicache.store"}
+
+
+@dataclass(frozen=True, slots=True)
+class Counted:
+    """The objects on a medium, and what should not be there."""
+
+    objects: int
+    payload_bytes: int
+    stored_bytes: int
+    orphans: tuple[str, ...]
+
+
+def count_medium(backend: str, directory: Path) -> Counted:
+    """Read a store that nobody changes just now."""
+    counted = {"lmdb": _count_lmdb, "file": _count_files}[backend](directory)
+    foreign = {path.name for path in directory.iterdir()} - STORE_FILES[backend] - COMMON_FILES
+    return Counted(counted.objects, counted.payload_bytes, counted.stored_bytes, (*counted.orphans, *sorted(foreign)))
+
+
+def _count_lmdb(directory: Path) -> Counted:
+    objects = payload_bytes = 0
+    chunk_ids: list[int] = []
+    orphans: list[str] = []
+    with (
+        lmdb.open(str(directory), readonly=True, lock=False, max_dbs=3) as env,
+        env.begin(buffers=True) as txn,
+    ):
+        chunks, index = env.open_db(b"chunks", txn, create=False), env.open_db(b"index", txn, create=False)
+        for key, raw in txn.cursor(index):
+            record = decode_record(bytes(key), bytes(raw))
+            if record is None:
+                orphans.append(f"a damaged index record of {bytes(key).hex()}")
+                continue
+            objects += 1
+            payload_bytes += record.size_bytes
+            chunk_ids += record.chunk_ids
+        if any(txn.get(pack_chunk_id(chunk_id), db=chunks) is None for chunk_id in chunk_ids):
+            orphans.append("an index record names a chunk that is not there")
+    if len(set(chunk_ids)) < len(chunk_ids):
+        orphans.append("two index records name one chunk")
+    return Counted(objects, payload_bytes, len(chunk_ids) * CHUNK_STORED_BYTES, tuple(orphans))
+
+
+def _count_files(directory: Path) -> Counted:
+    objects = payload_bytes = stored_bytes = 0
+    unfinished = [path for path in (directory / "unfinished").rglob("*") if path.is_file()]
+    orphans = [str(path) for path in unfinished if path.suffix != ".alive"]
+    if len(unfinished) - len(orphans) > 1:
+        orphans.append("more than one writer is said to live")
+    for path in (directory / "objects").rglob("*"):
+        if not path.is_file():
+            continue
+        with path.open("rb") as file:
+            header = decode_header(file.read(HEADER_BYTES))
+        size_bytes = path.stat().st_size - HEADER_BYTES
+        if header is None or header.size_bytes != size_bytes:
+            orphans.append(f"{path} is no whole object")
+            continue
+        if object_path(str(directory / "objects"), header.key) != str(path):
+            orphans.append(f"{path} is not where its key says")
+        objects += 1
+        payload_bytes += size_bytes
+        stored_bytes += stored_bytes_of(size_bytes)
+    return Counted(objects, payload_bytes, stored_bytes, tuple(orphans))
