@@ -250,7 +250,7 @@ def test_a_plan_that_rests_on_pages_of_this_engine_keeps_them() -> None:
     for key in world.page_keys(prompt(8)):
         world.lose_in_l3(key, 0)
     live = world.open(prompt(8))
-    assert live.record.pins == []
+    assert (live.record.keep.path, live.record.keep.entries) == (None, [])
     world.prefetch(live)
     world.run_all()
     for seed in range(1, 6):
