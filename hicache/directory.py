@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hicache.errors import ConfigError, StateNotCommitted, UsageError
-from hicache.index import Entry, Index, Node, Tier
+from hicache.index import Index, Keep, Node, Tier
 from hicache.jobbook import JobBook, Outcomes
 from hicache.jobs import Completion, CopyItem, CopyJob, CopyKind, Job
 from hicache.loader import Load, Loader
@@ -100,12 +100,12 @@ class Directory:
         """
         prompt_pages = min(len(keys), max(0, token_count - 1) // self.spec.page_tokens)
         record = RequestRecord(keys, token_count, prompt_pages, [[] for _ in self.spec.groups], {})
-        path = self.index.match(keys[:prompt_pages])
-        record.keep = self.index.keep(keys, len(path))
+        pages = self.index.match(keys[:prompt_pages])
+        record.keep = self.index.keep(keys, pages)
         self.index.touch(record.keep.entries)
         self.index.now_s = now_s
-        self._writer.confirm(path)
-        record.local_tokens = self._tokens_by_tier(path, record.keep.entries)
+        self._writer.confirm(self.index.path(keys, pages))
+        record.local_tokens = self._tokens_by_tier(pages, record.keep)
         self.stats.requests += 1
         return record
 
@@ -187,15 +187,16 @@ class Directory:
             self.index.release(Tier.L1, group, [handle])
         record.live.clear()
 
-    def _tokens_by_tier(self, path: Sequence[Node | None], entries: Sequence[Entry]) -> dict[str, int]:
+    def _tokens_by_tier(self, pages: int, keep: Keep) -> dict[str, int]:
         """Each page of a local prefix counts for the farthest tier that something of it lies in."""
+        nodes = {entry.node for entry in keep.entries if entry.tier is Tier.L2}
         full = self.index.rule.full_mask
-        farther = {entry.node.page: "l2" for entry in entries if entry.tier is Tier.L2}
         if full:
-            off_device = [page for page, node in enumerate(path) if node and node.masks[0] & full != full]
-            farther.update(dict.fromkeys(off_device, "l2"))
-        pages = pages_by_source(len(path), farther, first=self.index.rule.first_page(len(path)))
-        return {source: pages[source] * self.spec.page_tokens for source in ("l1", "l2")}
+            l2 = self.index.off_device_pages(keep.path) + sum(1 for node in nodes if node.masks[0] & full == full)
+        else:
+            farther = {node.page: "l2" for node in nodes}
+            l2 = pages_by_source(pages, farther, first=self.index.rule.first_page(pages))["l2"]
+        return {"l1": (pages - l2) * self.spec.page_tokens, "l2": l2 * self.spec.page_tokens}
 
     # -- publishing --------------------------------------------------------------------------------------------------
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -131,20 +131,41 @@ class Index:
         No page is here without all pages before it, so the last one can be searched for by halves.
         """
         full = self.rule.full_mask
-        return bisect_left(keys, x=True, key=lambda key: self.resident(key) & full != full) if full else 0
+        if not full or not keys:
+            return 0
+        if self.resident(keys[-1]) & full == full:
+            return len(keys)
+        return bisect_left(keys, x=True, key=lambda key: self.resident(key) & full != full)
 
     def resident(self, key: bytes) -> int:
         """The groups that are here of a page, in whichever tier, as a mask."""
         node = self.nodes.get(key)
         return 0 if node is None else node.resident
 
-    def match(self, keys: Sequence[bytes]) -> list[Node | None]:
-        """The longest usable prefix. Pages are None where nothing is here or needed, without full-attention groups."""
-        reachable = keys[: self.attention_pages(keys)] if self.rule.full_mask else keys
-        path = list(map(self.nodes.get, reachable))
-        if self.rule.partial:
-            del path[self.rule.longest([0 if node is None else node.resident for node in path]) :]
-        return path
+    def match(self, keys: Sequence[bytes]) -> int:
+        """The longest usable prefix, in pages."""
+        pages = self.attention_pages(keys) if self.rule.full_mask else len(keys)
+        if not self.rule.partial:
+            return pages
+        if self.rule.full_mask:
+            return self.rule.longest(pages, (node.resident for node in self.path(keys, pages)))
+        return self.rule.longest(pages, map(self.resident, reversed(keys)))
+
+    def path(self, keys: Sequence[bytes], pages: int) -> Iterator[Node]:
+        """What is here of the pages of a usable prefix, from its end to its first page."""
+        if not self.rule.full_mask:
+            return filter(None, map(self.nodes.get, reversed(keys[:pages])))
+        return path_from(self.nodes[keys[pages - 1]] if pages else None)
+
+    def off_device_pages(self, end: Node | None) -> int:
+        """Pages of the path that ends at ``end`` whose full-attention objects are not all in L1."""
+        full = self.rule.full_mask
+        count = 0
+        while end is not None:
+            if end.masks[0] & full != full:
+                count += 1
+            end = end.parent
+        return count
 
     def obtain(self, keys: Sequence[bytes], page: int) -> Node:
         """The node of ``keys[page]``, made when there is none; ``keys`` are a sequence's, from its first page on.
@@ -236,7 +257,7 @@ class Index:
     def touch_path(self, node: Node | None) -> None:
         """The full-attention objects of the path that ends at ``node`` are in use now, in whichever tiers they are."""
         self._tick += 1
-        while node is not None:
+        while node is not None:  # written out, as in off_device_pages: it is done for every page of every request
             node.used_at = self._tick
             node = node.parent
 
@@ -396,6 +417,13 @@ class Index:
                 if entry is not None and entry in self._parked[tier][group]:
                     del self._parked[tier][group][entry]
                     self._offer(entry)
+
+
+def path_from(end: Node | None) -> Iterator[Node]:
+    """The pages of the path that ends at ``end``, from there to its first one."""
+    while end is not None:
+        yield end
+        end = end.parent
 
 
 def _last_use(entry: Entry) -> int:

@@ -71,11 +71,11 @@ class Loader:
             return Load.BUSY
         if record.prefetch is not None and not record.prefetch.settled:
             record.cut_reason = "late"
-        masks = self._masks(record)
-        longest = self._index.rule.longest(masks)
+        keys = record.keys[: record.prompt_pages]
+        longest = self._stops(record, keys)[-1] if record.lost else self._index.match(keys)
         if not self._start(record, longest):
             record.cut_reason = "no_device_capacity"
-            self._start_shorter(record, [0, *self._index.rule.legal_stops(masks[:longest])])
+            self._start_shorter(record, self._stops(record, keys[:longest]))
         return self._progress(record) or Load.STARTED
 
     def _start_shorter(self, record: RequestRecord, stops: list[int]) -> None:
@@ -96,18 +96,13 @@ class Loader:
             return Load.DONE
         return Load.STARTED if record.loading else None
 
-    def _masks(self, record: RequestRecord) -> list[int]:
-        """What may be used of the leading pages that have all full-attention objects; ``lost`` is left out."""
-        keys = record.keys[: record.prompt_pages]
-        if self._index.rule.full_mask:
-            keys = keys[: self._index.attention_pages(keys)]
-        masks = [0 if node is None else node.resident for node in map(self._index.nodes.get, keys)]
-        for page, group in sorted(record.lost, reverse=True):
+    def _stops(self, record: RequestRecord, keys: Sequence[bytes]) -> list[int]:
+        """Legal stops, from 0 on, without what was lost."""
+        masks = [self._index.resident(key) for key in keys]
+        for page, group in record.lost:
             if page < len(masks):
                 masks[page] &= ~(1 << group)
-                if self._index.rule.full_mask >> group & 1:
-                    del masks[page:]
-        return masks
+        return [0, *self._index.rule.legal_stops(masks)]
 
     def _acquire_live(self, record: RequestRecord) -> bool:
         """A live slot in every state group, or none."""

@@ -70,7 +70,7 @@ class Prefetcher:
     def start(self, keys: Sequence[bytes]) -> Prefetch:
         """Begin for a prompt with these restorable pages. The result may be settled at once, with nothing to gain."""
         prefetch = Prefetch(keys, remote=[0] * len(keys))
-        local = len(self._index.match(keys))
+        local = self._index.match(keys)
         reason = self._reason_to_decline(len(keys), local)
         if reason is not None:
             self._stats.prefetch_declined[reason] += 1

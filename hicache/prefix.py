@@ -48,19 +48,21 @@ class PrefixRule:
                 stops.append(page + 1)
         return stops
 
-    def longest(self, masks: Sequence[int]) -> int:
-        """The longest legal prefix of pages that all have their full-attention objects; 0 when there is none.
+    def longest(self, pages: int, masks_backwards: Iterable[int]) -> int:
+        """The longest legal prefix of ``pages`` pages that all have their full-attention objects; 0 when there is none.
 
-        Looks at no more than the longest reach before it: from the end backwards, and a page that makes a stop illegal
-        makes all stops after itself illegal, so it is the next one to try.
+        Takes masks from the last page on, no more than the longest reach before the prefix: a page that makes a stop
+        illegal makes all stops after itself illegal, so it is the next one to try.
         """
         partial, all_partial = self.partial, self._partial_mask
-        stop = page = len(masks)
-        while page > max(0, stop - self._reach_max):
+        stop = page = pages
+        for mask in masks_backwards:
+            if page <= stop - self._reach_max:
+                break
             page -= 1
-            if masks[page] & all_partial != all_partial:
+            if mask & all_partial != all_partial:
                 for bit, reach in partial:
-                    if not masks[page] & bit and page >= stop - reach:
+                    if not mask & bit and page >= stop - reach:
                         stop = page
                         break
         return stop

@@ -201,7 +201,7 @@ class Writer:
             self._index.unpin(entry)
         self._send_queued()
 
-    def confirm(self, path: Sequence[Node | None]) -> None:
+    def confirm(self, path_backwards: Iterable[Node]) -> None:
         """Ask L3 whether it still has what it once acknowledged of a path that is used again, and store what is gone.
 
         Without this L3 would evict what is always found in L1, since it never hears of it, and keep pages below that
@@ -211,10 +211,13 @@ class Writer:
             return
         now_s = self._index.now_s
         latest_s = now_s - self._limits.confirm_interval_s
-        due = [node for node in path if node and node.in_l3 and node.confirmed_at_s <= latest_s]
-        parts = [(node, group) for node in due for group in range(len(self._storing)) if node.in_l3 >> group & 1]
-        if not parts:
+        path = list(path_backwards)
+        due = [node for node in path if node.in_l3 and node.confirmed_at_s <= latest_s]
+        if not due:
             return
+        path.reverse()
+        due.reverse()
+        parts = [(node, group) for node in due for group in range(len(self._storing)) if node.in_l3 >> group & 1]
         for node in due:
             node.confirmed_at_s = now_s
         items = tuple(LookupItem(group, node.key) for node, group in parts)
@@ -224,10 +227,10 @@ class Writer:
             one_rank=True,
         )
 
-    def _confirmed(self, path: Sequence[Node | None], parts: Sequence[tuple[Node, int]], outcomes: Outcomes) -> None:
+    def _confirmed(self, path: Sequence[Node], parts: Sequence[tuple[Node, int]], outcomes: Outcomes) -> None:
         self._stats.count("confirm", (group for _, group in parts), outcomes)
         gone = [part for part, outcome in zip(parts, outcomes, strict=True) if outcome is Outcome.ABSENT]
         for node, group in gone:
             node.in_l3 &= ~(1 << group)
         if gone:
-            self.write(node for node in path if node and self._index.nodes.get(node.key) is node)
+            self.write(node for node in path if self._index.nodes.get(node.key) is node)
