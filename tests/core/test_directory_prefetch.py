@@ -312,7 +312,7 @@ def test_what_a_prefetch_has_brought_is_kept_until_its_request_takes_it() -> Non
 
 def test_pages_that_arrive_out_of_order_are_published_in_order() -> None:
     world = World((FULL,), l1=20, l2=20, prefetch_l2_share=1.0, job_items_max=2)
-    live = prefetching(world, prompt(8))
+    prefetching(world, prompt(8))
     world.executor.run_kind(LookupJob)
     visible = []
     for position in (1, 2, 0, 0):  # pages 2 and 3, 6 and 7, 0 and 1, 4 and 5
