@@ -152,7 +152,7 @@ class Loader:
         return [None] * first + [None if entry is None else entry.handle for entry in entries]
 
     def _acquire_targets(self, path: Sequence[Node | None], tables: Tables) -> list[_Copy] | None:
-        """L1 slots for the pages that lie in L2, with what is copied there; or None, and nothing evicted or taken."""
+        """L1 slots for the pages that lie in L2, with what is copied there; or None, and nothing taken."""
         absent: list[tuple[int, list[int]]] = []
         for group, table in tables.items():
             if None in table:
