@@ -155,12 +155,13 @@ class Loader:
         """L1 slots for the pages that lie in L2, with what is copied there; or None, and nothing taken."""
         absent: list[tuple[int, list[int]]] = []
         for group, table in tables.items():
-            if None in table:
-                first = self._index.rule.first_needed(group, len(path))
-                pages = [page for page in range(first, len(path)) if table[page] is None]
-                if len(pages) > self._index.room(Tier.L1, group):
-                    return None
-                absent.append((group, pages))
+            first = self._index.rule.first_needed(group, len(path))
+            pages = [page for page, handle in enumerate(table[first:], first) if handle is None]
+            if not pages:
+                continue
+            if len(pages) > self._index.room(Tier.L1, group):
+                return None
+            absent.append((group, pages))
         copies: list[_Copy] = []
         for group, pages in absent:
             handles = self._index.acquire(Tier.L1, group, len(pages))
