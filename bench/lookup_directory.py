@@ -5,16 +5,25 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hicache.directory import Directory, DirectoryConfig
-from hicache.spec import CacheSpec, Group, PagedGroup
+from hicache.index import Tier
+from hicache.jobs import Completion
+from hicache.outcome import Outcome
+from hicache.spec import CacheSpec, Group, PagedGroup, StateField, StateGroup
 
 PROMPT_PAGES = 2000
 LOOKUPS_PER_PAGE = 5
 _FULL = PagedGroup("full", (0,), heads=1, head_dim=8, dtype="float32")
 _WINDOW = PagedGroup("window", (1,), heads=1, head_dim=8, dtype="float32", window_tokens=512)
-SPECS: dict[str, tuple[Group, ...]] = {"attention": (_FULL,), "attention and window": (_FULL, _WINDOW)}
+_STATE = StateGroup("state", (2,), (StateField("s", (8,), "float32"),))
+SPECS: dict[str, tuple[Group, ...]] = {
+    "attention": (_FULL,),
+    "attention and window": (_FULL, _WINDOW),
+    "attention and state": (_FULL, _STATE),  # with a snapshot after three quarters of each prompt
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +31,7 @@ class MatchRow:
     """Microseconds a prompt. ``of_limit`` above 1 means slower than five look-ups a page."""
 
     groups: str
+    resident_in: str
     resident_pages: int
     prompt_pages: int
     open_us: float
@@ -31,18 +41,30 @@ class MatchRow:
 
 
 def measure_match(resident_pages: int, *, prompt_pages: int = PROMPT_PAGES, repetitions: int = 15) -> list[MatchRow]:
-    """For each kind of model, with so many pages resident in L1 that the prompt's are a part of."""
+    """For each kind of model, with so many pages resident that the prompt's are a part of: in L1 (and L2), in L2 alone,
+    and with the first half of each prompt in L1."""
+    prompts = [_random_keys(prompt_pages) for _ in range(-(-resident_pages // prompt_pages))]
     return [
-        _measure(name, groups, resident_pages, prompt_pages=prompt_pages, repetitions=repetitions)
+        _measure(name, place, directory, prompts, repetitions=repetitions)
         for name, groups in SPECS.items()
+        for place, directory in _places(groups, prompts)
     ]
 
 
-def _measure(
-    name: str, groups: tuple[Group, ...], resident_pages: int, *, prompt_pages: int, repetitions: int
-) -> MatchRow:
-    prompts = [_random_keys(prompt_pages) for _ in range(-(-resident_pages // prompt_pages))]
+def _places(groups: tuple[Group, ...], prompts: list[list[bytes]]) -> Iterator[tuple[str, Directory]]:
     directory = filled_directory(groups, prompts)
+    yield "L1", directory
+    for group, pool in enumerate(directory.index.pools[Tier.L1]):
+        directory.index.release(Tier.L1, group, directory.index.acquire(Tier.L1, group, pool.capacity) or [])
+    yield "L2", directory
+    for keys in prompts:
+        _serve(directory, keys[: len(keys) // 2])
+    yield "half L1, half L2", directory
+
+
+def _measure(name: str, place: str, directory: Directory, prompts: list[list[bytes]], *, repetitions: int) -> MatchRow:
+    prompt_pages = len(prompts[0])
+    expected = prompt_pages * 3 // 4 if directory.spec.has_state else prompt_pages
     opened: list[float] = []
     released: list[float] = []
     looked_up: list[float] = []
@@ -55,9 +77,10 @@ def _measure(
         directory.release(record)
         released.append(time.perf_counter() - middle_s)
         opened.append(middle_s - start_s)
-        assert sum(record.local_tokens.values()) == prompt_pages * directory.spec.page_tokens
+        assert sum(record.local_tokens.values()) == expected * directory.spec.page_tokens
     return MatchRow(
         name,
+        place,
         resident_pages=len(directory.index.nodes),
         prompt_pages=prompt_pages,
         open_us=round(statistics.median(opened) * 1e6, 1),
@@ -78,19 +101,33 @@ def _lookups_s(directory: Directory, keys: list[bytes]) -> float:
 
 
 def filled_directory(groups: tuple[Group, ...], prompts: list[list[bytes]]) -> Directory:
-    """A directory in whose L1 every page of the prompts is published and nothing is in use."""
+    """A directory in whose L1 and L2 every page of the prompts is published and nothing is in use."""
     spec = CacheSpec("bench", "1", groups)
-    pages = sum(map(len, prompts))
-    slots = pages + len(prompts[0]) + 1
-    directory = Directory(spec, DirectoryConfig(l1_slots=(slots,) * len(groups), l2_slots=(0,) * len(groups)))
+    slots = sum(map(len, prompts)) + len(prompts[0]) + 1
+    directory = Directory(spec, DirectoryConfig(l1_slots=(slots,) * len(groups), l2_slots=(slots,) * len(groups)))
     for keys in prompts:
-        tokens = len(keys) * spec.page_tokens
-        record = directory.open(list(keys), token_count=tokens + 1)
-        directory.load(record)
-        assert directory.extend(record, tokens=tokens)
-        directory.store(record, computed=tokens, state_at=None, state_pending=0)
-        directory.release(record)
+        _serve(directory, keys)
     return directory
+
+
+def _serve(directory: Directory, keys: list[bytes]) -> None:
+    """Compute what is not there of a prompt, with a snapshot after three quarters of it, and back it up."""
+    page_tokens, pages = directory.spec.page_tokens, len(keys)
+    record = directory.open(list(keys), token_count=pages * page_tokens + 1)
+    directory.load(record)
+    _finish_jobs(directory)
+    for end in (pages * 3 // 4, pages):
+        assert directory.extend(record, tokens=end * page_tokens)
+        state_at = end * page_tokens if directory.spec.has_state and end < pages else None
+        directory.store(record, computed=end * page_tokens, state_at=state_at, state_pending=0)
+        _finish_jobs(directory)
+    directory.release(record)
+
+
+def _finish_jobs(directory: Directory) -> None:
+    while jobs := directory.take_jobs():
+        for job in jobs:
+            directory.complete(Completion(job.job_id, (Outcome.OK,) * len(job.items)))
 
 
 def _random_keys(count: int) -> list[bytes]:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hicache.errors import ConfigError, StateNotCommitted, UsageError
-from hicache.index import Index, Node, Tier
+from hicache.index import Index, Keep, Node, Tier
 from hicache.jobbook import JobBook, Outcomes
 from hicache.jobs import Completion, CopyItem, CopyJob, CopyKind, Job
 from hicache.loader import Load, Loader
@@ -15,7 +15,7 @@ from hicache.prefetch import Prefetcher, PrefetchLimits
 from hicache.request import RequestRecord
 from hicache.slots import slot_of
 from hicache.spec import CacheSpec, StateGroup
-from hicache.stats import DirectoryStats, sources_of_pages
+from hicache.stats import DirectoryStats, pages_by_source
 from hicache.writer import Writer, WriterLimits
 
 
@@ -100,13 +100,12 @@ class Directory:
         """
         prompt_pages = min(len(keys), max(0, token_count - 1) // self.spec.page_tokens)
         record = RequestRecord(keys, token_count, prompt_pages, [[] for _ in self.spec.groups], {})
-        pages = self.index.rule.usable(self.index.masks(keys[:prompt_pages]))
-        needed = self.index.rule.needed(pages)
-        record.pins = [self.index.pin(self.index.nearest(keys[page], group)) for page, group in needed]
-        self.index.touch(record.pins)
+        pages = self.index.match(keys[:prompt_pages])
+        record.keep = self.index.keep(keys, pages)
+        self.index.touch(record.keep.entries)
         self.index.now_s = now_s
-        self._writer.confirm([self.index.nodes[key] for key in keys[:pages] if key in self.index.nodes])
-        record.local_tokens = self._tokens_by_tier(record, pages)
+        self._writer.confirm(self.index.path(keys, pages))
+        record.local_tokens = self._tokens_by_tier(pages, record.keep)
         self.stats.requests += 1
         return record
 
@@ -165,6 +164,8 @@ class Directory:
         for page in range(record.published_pages, computed // self.spec.page_tokens):
             self._publish_page(record, page)
         record.published_pages = max(record.published_pages, computed // self.spec.page_tokens)
+        if self.index.rule.full_mask and record.published_pages:
+            self.index.hold(record.keep, self.index.nodes[record.keys[record.published_pages - 1]])
         if state_at:
             self._snapshot(record, state_at // self.spec.page_tokens - 1)
         nodes = map(self.index.nodes.get, record.keys[record.written_pages : record.published_pages])
@@ -176,8 +177,9 @@ class Directory:
         record.released = True
         if record.prefetch is not None:
             self._prefetcher.conclude(record.prefetch, used_pages=0, reason="aborted")
-        self.index.touch(record.pins)
-        self.index.unpin_all(record.pins)
+        self.index.touch(record.keep.entries)
+        self.index.touch_path(record.keep.path)
+        self.index.let_go(record.keep)
         for group, table in enumerate(record.tables):
             self.index.release(Tier.L1, group, table)
             table.clear()
@@ -185,13 +187,16 @@ class Directory:
             self.index.release(Tier.L1, group, [handle])
         record.live.clear()
 
-    def _tokens_by_tier(self, record: RequestRecord, pages: int) -> dict[str, int]:
+    def _tokens_by_tier(self, pages: int, keep: Keep) -> dict[str, int]:
         """Each page of a local prefix counts for the farthest tier that something of it lies in."""
-        farthest: dict[int, str] = {}
-        for entry in record.pins:
-            farthest[entry.node.page] = max(farthest.get(entry.node.page, "l1"), entry.tier.name.lower())
-        sources = sources_of_pages(pages, farthest)
-        return {source: sources.count(source) * self.spec.page_tokens for source in ("l1", "l2")}
+        nodes = {entry.node for entry in keep.entries if entry.tier is Tier.L2}
+        full = self.index.rule.full_mask
+        if full:
+            l2 = self.index.off_device_pages(keep.path) + sum(1 for node in nodes if node.masks[0] & full == full)
+        else:
+            farther = {node.page: "l2" for node in nodes}
+            l2 = pages_by_source(pages, farther, first=self.index.rule.first_page(pages))["l2"]
+        return {"l1": (pages - l2) * self.spec.page_tokens, "l2": l2 * self.spec.page_tokens}
 
     # -- publishing --------------------------------------------------------------------------------------------------
 
@@ -204,7 +209,8 @@ class Directory:
             entry = node.entries[Tier.L1][group]
             if entry is None:
                 entry = self.index.publish(node, Tier.L1, group, self.index.pools[Tier.L1][group].hold(handle))
-            record.pins.append(self.index.pin(entry))
+            if not self.index.rule.full_mask >> group & 1:
+                record.keep.entries.append(self.index.pin(entry))
 
     def _snapshot(self, record: RequestRecord, page: int) -> None:
         """Copy the live state into slots of its own, published when every group's copy is complete."""

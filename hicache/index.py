@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 
 from hicache.policies.eviction import EvictionPolicy, Lru
@@ -23,7 +25,7 @@ class Tier(IntEnum):
 class Entry:
     """The published copy of one object (page, group) in one tier. The entry holds its slot; a pin forbids eviction."""
 
-    __slots__ = ("group", "handle", "node", "pins", "stamp", "tier")
+    __slots__ = ("group", "handle", "node", "pins", "tier", "used_at")
 
     def __init__(self, node: Node, tier: Tier, group: int, handle: int) -> None:
         self.node = node
@@ -31,7 +33,7 @@ class Entry:
         self.group = group
         self.handle = handle
         self.pins = 0
-        self.stamp = 0
+        self.used_at = 0  # the tick of its last use; of full-attention groups that of the page counts instead
 
 
 class Node:
@@ -43,6 +45,7 @@ class Node:
         "copying",
         "entries",
         "has_parked",
+        "held",
         "in_l3",
         "key",
         "masks",
@@ -50,9 +53,10 @@ class Node:
         "parent",
         "resident",
         "storing",
+        "used_at",
     )
 
-    def __init__(self, key: bytes, parent: Node | None, page: int, group_count: int) -> None:
+    def __init__(self, key: bytes, parent: Node | None, page: int, group_count: int, used_at: int) -> None:
         self.key = key
         self.parent = parent
         self.page = page
@@ -65,6 +69,21 @@ class Node:
         self.in_l3 = 0  # groups that L3 has acknowledged, as far as we have heard
         self.confirmed_at_s = 0.0  # when L3 last said so, or was asked
         self.has_parked = False  # entries of it would be evictable but for what is below or under way
+        self.held = 0  # holds on paths that end here, and children that are held themselves
+        self.used_at = used_at  # the tick when a path through it was last used
+
+    def nearest(self, group: int) -> Entry | None:
+        """The copy of an object that takes the least to use, if it is here."""
+        return self.entries[Tier.L1][group] or self.entries[Tier.L2][group]
+
+
+@dataclass(slots=True, eq=False)
+class Keep:
+    """What one holder keeps from eviction: of a path, by its deepest page, the nearest copies of all full-attention
+    objects; anything else entry by entry."""
+
+    path: Node | None = None
+    entries: list[Entry] = field(default_factory=list)  # each pinned once
 
 
 class Index:
@@ -72,6 +91,10 @@ class Index:
 
     An entry of a full-attention group is the last one of its kind when the page has no copy in the other tier. It goes
     only after everything below the page has gone, and then the whole page goes: the rest could not be reached.
+
+    So whoever keeps a page keeps the way to it: a hold on the deepest page of a path protects the path. Holds are
+    noted, and go up the tree only when somebody asks what may be evicted; each page counts its held children, and a
+    hold stops at the first page that was held before.
     """
 
     def __init__(
@@ -79,7 +102,7 @@ class Index:
         spec: CacheSpec,
         capacities: tuple[tuple[int, ...], tuple[int, ...]],
         *,
-        eviction: Callable[[], EvictionPolicy[Entry]] = Lru,
+        eviction: Callable[[Callable[[Entry], int]], EvictionPolicy[Entry]] = Lru,
     ) -> None:
         self.rule = PrefixRule(spec)
         self.nodes: dict[bytes, Node] = {}
@@ -92,21 +115,57 @@ class Index:
         )
         self.now_s = 0.0  # as the last caller told
         self.evicted = [[0] * len(spec.groups) for _ in Tier]  # entries evicted so far, by tier and group
-        self._eviction = tuple(tuple(eviction() for _ in spec.groups) for _ in Tier)
+        self._full_groups = tuple(group for group, reach in enumerate(spec.reach_pages) if reach is None)
+        orders = [_last_path_use if reach is None else _last_use for reach in spec.reach_pages]
+        self._eviction = tuple(tuple(eviction(order) for order in orders) for _ in Tier)
         self._parked: tuple[tuple[dict[Entry, None], ...], ...] = tuple(tuple({} for _ in spec.groups) for _ in Tier)
+        self._pending: dict[Node, int] = {}  # holds that have come and gone and are not yet counted in ``Node.held``
         self._group_count = len(spec.groups)
         self._tick = 0
 
     # -- nodes -------------------------------------------------------------------------------------------------------
 
-    def masks(self, keys: Sequence[bytes]) -> Iterator[int]:
-        """What is resident of each page, up to the first page after which no prefix can be legal."""
-        get, full = self.nodes.get, self.rule.full_mask
-        for key in keys:
-            node = get(key)
-            if node is None and full:
-                return
-            yield 0 if node is None else node.resident
+    def attention_pages(self, keys: Sequence[bytes]) -> int:
+        """Leading pages that have all full-attention objects here; 0 without such groups. O(log n) look-ups.
+
+        No page is here without all pages before it, so the last one can be searched for by halves.
+        """
+        full = self.rule.full_mask
+        if not full or not keys:
+            return 0
+        if self.resident(keys[-1]) & full == full:
+            return len(keys)
+        return bisect_left(keys, x=True, key=lambda key: self.resident(key) & full != full)
+
+    def resident(self, key: bytes) -> int:
+        """The groups that are here of a page, in whichever tier, as a mask."""
+        node = self.nodes.get(key)
+        return 0 if node is None else node.resident
+
+    def match(self, keys: Sequence[bytes]) -> int:
+        """The longest usable prefix, in pages."""
+        pages = self.attention_pages(keys) if self.rule.full_mask else len(keys)
+        if not self.rule.partial:
+            return pages
+        if self.rule.full_mask:
+            return self.rule.longest(pages, (node.resident for node in self.path(keys, pages)))
+        return self.rule.longest(pages, map(self.resident, reversed(keys)))
+
+    def path(self, keys: Sequence[bytes], pages: int) -> Iterator[Node]:
+        """What is here of the pages of a usable prefix, from its end to its first page."""
+        if not self.rule.full_mask:
+            return filter(None, map(self.nodes.get, reversed(keys[:pages])))
+        return path_from(self.nodes[keys[pages - 1]] if pages else None)
+
+    def off_device_pages(self, end: Node | None) -> int:
+        """Pages of the path that ends at ``end`` whose full-attention objects are not all in L1."""
+        full = self.rule.full_mask
+        count = 0
+        while end is not None:
+            if end.masks[0] & full != full:
+                count += 1
+            end = end.parent
+        return count
 
     def obtain(self, keys: Sequence[bytes], page: int) -> Node:
         """The node of ``keys[page]``, made when there is none; ``keys`` are a sequence's, from its first page on.
@@ -116,7 +175,7 @@ class Index:
         node = self.nodes.get(keys[page])
         if node is None:
             parent = self.nodes[keys[page - 1]] if page and self.rule.full_mask else None
-            node = self.nodes[keys[page]] = Node(keys[page], parent, page, self._group_count)
+            node = self.nodes[keys[page]] = Node(keys[page], parent, page, self._group_count, self._tick)
             if parent is not None:
                 parent.children.add(node)
         return node
@@ -137,19 +196,19 @@ class Index:
         """A complete copy lies in ``handle``, which the entry takes over from the caller. There was none before."""
         assert node.entries[tier][group] is None, "an object is published once in a tier"
         entry = Entry(node, tier, group, handle)
-        entry.stamp = self.stamp(node)
+        entry.used_at = self._tick
         node.entries[tier][group] = entry
         node.masks[tier] |= 1 << group
         node.resident |= 1 << group
-        self._eviction[tier][group].add(entry, entry.stamp)
         self._wake(node)
+        for copies in node.entries:  # the copy in the other tier may not be the nearest one any more
+            self._offer(copies[group])
         return entry
 
     def retract(self, entry: Entry) -> None:
         """The copy is no more; its slot is released (it is reused when nothing else holds it)."""
         node, bit = entry.node, 1 << entry.group
-        self._eviction[entry.tier][entry.group].remove(entry)
-        self._parked[entry.tier][entry.group].pop(entry, None)
+        self._withdraw(entry)
         node.entries[entry.tier][entry.group] = None
         node.masks[entry.tier] &= ~bit
         node.resident = node.masks[Tier.L1] | node.masks[Tier.L2]
@@ -158,8 +217,7 @@ class Index:
     def pin(self, entry: Entry) -> Entry:
         """Keep the entry from eviction until as many ``unpin``."""
         if entry.pins == 0:
-            self._eviction[entry.tier][entry.group].remove(entry)
-            self._parked[entry.tier][entry.group].pop(entry, None)
+            self._withdraw(entry)
         entry.pins += 1
         return entry
 
@@ -168,15 +226,19 @@ class Index:
         assert entry.pins > 0, "an entry is unpinned as often as it was pinned"
         entry.pins -= 1
         if entry.pins == 0:
-            self._eviction[entry.tier][entry.group].add(entry, entry.stamp)
+            self._offer(entry)
             self._wake(entry.node)
 
-    def nearest(self, key: bytes, group: int) -> Entry:
-        """The copy of a resident object that takes the least to use."""
-        node = self.nodes[key]
-        entry = node.entries[Tier.L1][group] or node.entries[Tier.L2][group]
-        assert entry is not None, "the object is resident"
-        return entry
+    def _offer(self, entry: Entry | None) -> None:
+        """Let the entry be evicted if nobody keeps it. Does nothing when it is waiting for that already."""
+        if entry is None or entry.pins or (entry.node.held and self._is_nearest(entry)):
+            return
+        self._eviction[entry.tier][entry.group].add(entry)
+
+    def _is_nearest(self, entry: Entry) -> bool:
+        """Whether it is the copy of a full-attention object that a hold on the page protects."""
+        is_full = self.rule.full_mask >> entry.group & 1
+        return bool(is_full) and (entry.tier is Tier.L1 or entry.node.entries[Tier.L1][entry.group] is None)
 
     def unpin_all(self, entries: list[Entry]) -> None:
         """Unpin every entry of a list and empty it."""
@@ -185,26 +247,85 @@ class Index:
         entries.clear()
 
     def touch(self, entries: Iterable[Entry]) -> None:
-        """The objects behind these entries, all of one path, are in use now, in whichever tiers they are."""
+        """The objects behind these entries are in use now, in whichever tiers they are."""
         self._tick += 1
         for used in entries:
             for copies in used.node.entries:
-                entry = copies[used.group]
-                if entry is None:
-                    continue
-                entry.stamp = self.stamp(entry.node)
-                if entry.pins == 0:
-                    self._eviction[entry.tier][entry.group].add(entry, entry.stamp)
+                if (entry := copies[used.group]) is not None:
+                    entry.used_at = self._tick
 
-    def stamp(self, node: Node) -> int:
-        """A time of last use. Within one tick the deeper page is the older one, so that children go before parents."""
-        return (self._tick << _DEPTH_BITS) - node.page
+    def touch_path(self, node: Node | None) -> None:
+        """The full-attention objects of the path that ends at ``node`` are in use now, in whichever tiers they are."""
+        self._tick += 1
+        while node is not None:  # written out, as in off_device_pages: it is done for every page of every request
+            node.used_at = self._tick
+            node = node.parent
+
+    # -- paths -------------------------------------------------------------------------------------------------------
+
+    def keep(self, keys: Sequence[bytes], pages: int) -> Keep:
+        """Keep what is here of all that a prefix of ``pages`` pages needs, until ``let_go``."""
+        parts = ((self.nodes.get(keys[page]), group) for page, group in self.rule.needed_partial(pages))
+        entries = (node.nearest(group) for node, group in parts if node is not None)
+        keep = Keep(entries=[self.pin(entry) for entry in entries if entry is not None])
+        if reached := self.attention_pages(keys[:pages]):
+            self.hold(keep, self.nodes[keys[reached - 1]])
+        return keep
+
+    def hold(self, keep: Keep, node: Node | None) -> None:
+        """Keep the path that ends at ``node``, and no longer the one that ``keep`` held."""
+        for end, change in ((node, 1), (keep.path, -1)):
+            if end is not None:
+                self._pending[end] = self._pending.get(end, 0) + change
+                if not self._pending[end]:
+                    del self._pending[end]
+        keep.path = node
+
+    def let_go(self, keep: Keep) -> None:
+        """Everything in it may be evicted again, as far as nobody else keeps it."""
+        self.hold(keep, None)
+        self.unpin_all(keep.entries)
+
+    def settle(self) -> None:
+        """Count the holds that have come and gone, so that the queues hold exactly what may be evicted.
+
+        O(pages that are held now and were not before, or the reverse).
+        """
+        pending, self._pending = self._pending, {}
+        for node, change in sorted(pending.items(), key=lambda item: -item[1]):  # what comes first, what goes after
+            self._count_hold(node, change)
+
+    def _count_hold(self, end: Node, change: int) -> None:
+        node: Node | None = end
+        while node is not None:
+            was_held = node.held
+            node.held += change
+            assert node.held >= 0, "a path is let go as often as it was kept"
+            if bool(was_held) == bool(node.held):
+                return
+            for group in self._full_groups:
+                entry = node.nearest(group)
+                assert entry is not None, "what is held is here"
+                self._withdraw(entry) if node.held else self._offer(entry)
+            if node.held:
+                node.used_at = self._tick
+                change = 1
+            else:
+                self._wake(node)
+                change = -1
+            node = node.parent
+
+    def _withdraw(self, entry: Entry) -> None:
+        self._eviction[entry.tier][entry.group].remove(entry)
+        self._parked[entry.tier][entry.group].pop(entry, None)
 
     # -- space -------------------------------------------------------------------------------------------------------
 
     def acquire(self, tier: Tier, group: int, count: int) -> list[int] | None:
         """``count`` slots, after evicting as much as that takes; None, when even that is not enough."""
         pool = self.pools[tier][group]
+        if pool.free_count < count:
+            self.settle()
         while pool.free_count < count:
             if not self._evict_one(tier, group):
                 return None
@@ -219,6 +340,7 @@ class Index:
 
     def room(self, tier: Tier, group: int) -> int:
         """At most so many slots can be acquired now."""
+        self.settle()
         evictable = len(self._eviction[tier][group]) + len(self._parked[tier][group])
         return self.pools[tier][group].free_count + evictable
 
@@ -275,7 +397,7 @@ class Index:
     @staticmethod
     def _is_busy(node: Node) -> bool:
         pinned = any(entry is not None and entry.pins for entries in node.entries for entry in entries)
-        return pinned or bool(node.copying or node.storing)
+        return pinned or bool(node.held or node.copying or node.storing)
 
     def _drop(self, subtree: Sequence[Node]) -> None:
         for node in reversed(subtree):
@@ -294,5 +416,21 @@ class Index:
             for group, entry in enumerate(node.entries[tier]):
                 if entry is not None and entry in self._parked[tier][group]:
                     del self._parked[tier][group][entry]
-                    if entry.pins == 0:
-                        self._eviction[tier][group].add(entry, entry.stamp)
+                    self._offer(entry)
+
+
+def path_from(end: Node | None) -> Iterator[Node]:
+    """The pages of the path that ends at ``end``, from there to its first one."""
+    while end is not None:
+        yield end
+        end = end.parent
+
+
+def _last_use(entry: Entry) -> int:
+    """Within one tick the deeper page is the older one, so that children go before parents."""
+    return (entry.used_at << _DEPTH_BITS) - entry.node.page
+
+
+def _last_path_use(entry: Entry) -> int:
+    """The same for an object that is used whenever a path through its page is."""
+    return (entry.node.used_at << _DEPTH_BITS) - entry.node.page

@@ -6,16 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hicache.index import Entry, Index, Tier
+from hicache.index import Entry, Index, Node, Tier
 from hicache.jobbook import JobBook, Outcomes
 from hicache.jobs import CopyItem, CopyJob, CopyKind
 from hicache.prefetch import Part, Prefetcher
 from hicache.request import RequestRecord
 from hicache.slots import slot_of
 from hicache.spec import CacheSpec, StateGroup
-from hicache.stats import DirectoryStats, sources_of_pages
+from hicache.stats import DirectoryStats, pages_by_source
 
-Copies = dict[CopyKind, list[tuple[Part, CopyItem]]]
+Tables = dict[int, list[int | None]]  # by paged group: handles of L1 slots
 
 
 class Load(Enum):
@@ -26,15 +26,24 @@ class Load(Enum):
     DONE = "done"  # the page tables cover the restored prefix
 
 
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """One object on its way into L1."""
+
+    part: Part
+    source: Entry  # pinned until the load ends
+    target: int  # L1 handle, held until then
+
+
 @dataclass(slots=True, eq=False)
 class _LoadUnderWay:
     """The copies of one load own their slots until they end, whatever becomes of the request."""
 
     record: RequestRecord
     pages: int
-    jobs_left: int
-    holds: list[tuple[int, int]]  # (group, L1 handle)
-    sources: list[Entry]  # pinned
+    copies: list[_Copy]
+    lives: list[tuple[int, int]]  # (group, L1 handle), held
+    jobs_left: int = 0
     failed: list[Part] = field(default_factory=list)
 
 
@@ -60,23 +69,26 @@ class Loader:
         if record.reset_failed or not self._acquire_live(record):
             record.reset_failed = False
             return Load.BUSY
-        stops, on_device = self._stops(record)
-        longest = stops[-1]
+        if record.prefetch is not None and not record.prefetch.settled:
+            record.cut_reason = "late"
+        keys = record.keys[: record.prompt_pages]
+        longest = self._stops(record, keys)[-1] if record.lost else self._index.match(keys)
+        if not self._start(record, longest):
+            record.cut_reason = "no_device_capacity"
+            self._start_shorter(record, self._stops(record, keys[:longest]))
+        return self._progress(record) or Load.STARTED
+
+    def _start_shorter(self, record: RequestRecord, stops: list[int]) -> None:
+        """Start with the longest of ``stops`` that L1 has room for: 0 needs none."""
+        keys = record.keys[: stops[-1]]
+        on_device = [0 if node is None else node.masks[Tier.L1] for node in map(self._index.nodes.get, keys)]
         room = [
             self._index.room(Tier.L1, group) if group in self._paged_groups else record.prompt_pages
             for group in range(len(record.tables))
         ]
         stops = self._index.rule.fitting(stops, on_device, room)
-        if record.prefetch is not None and not record.prefetch.settled:
-            record.cut_reason = "late"
-        while stops:
-            stop = stops.pop()
-            if stop < longest:
-                record.cut_reason = "no_device_capacity"
-            if self._start(record, stop):
-                break
-            del stops[max(1, len(stops) * 3 // 4) :]
-        return self._progress(record) or Load.STARTED
+        while not self._start(record, stops.pop()):
+            del stops[max(1, len(stops) * 3 // 4) :]  # few attempts, and no more than a quarter too short
 
     @staticmethod
     def _progress(record: RequestRecord) -> Load | None:
@@ -84,17 +96,13 @@ class Loader:
             return Load.DONE
         return Load.STARTED if record.loading else None
 
-    def _stops(self, record: RequestRecord) -> tuple[list[int], list[int]]:
-        """Legal stops, from 0 on, and the masks of what is in L1."""
-        lost = [0] * record.prompt_pages
+    def _stops(self, record: RequestRecord, keys: Sequence[bytes]) -> list[int]:
+        """Legal stops, from 0 on, without what was lost."""
+        masks = [self._index.resident(key) for key in keys]
         for page, group in record.lost:
-            lost[page] |= 1 << group
-        usable, on_device = [], []
-        for page in range(record.prompt_pages):
-            node = self._index.nodes.get(record.keys[page])
-            usable.append(0 if node is None else node.resident & ~lost[page])
-            on_device.append(0 if node is None else node.masks[Tier.L1])
-        return [0, *self._index.rule.legal_stops(usable)], on_device
+            if page < len(masks):
+                masks[page] &= ~(1 << group)
+        return [0, *self._index.rule.legal_stops(masks)]
 
     def _acquire_live(self, record: RequestRecord) -> bool:
         """A live slot in every state group, or none."""
@@ -115,73 +123,92 @@ class Loader:
 
     def _start(self, record: RequestRecord, pages: int) -> bool:
         """Secure a prefix of ``pages`` pages and emit its copies; False, and nothing changed, when L1 has no room."""
-        needed = self._index.rule.needed(pages)
-        sources = [self._index.pin(self._index.nearest(record.keys[page], group)) for page, group in needed]
-        targets = self._acquire_targets(needed, sources)
-        if targets is None:
-            self._index.unpin_all(sources)
+        keep = self._index.keep(record.keys, pages)
+        path = [self._index.nodes.get(key) for key in record.keys[:pages]]
+        tables = {group: self._on_device(path, group) for group in self._paged_groups}
+        copies = self._acquire_targets(path, tables)
+        if copies is None:
+            self._index.let_go(keep)
             return False
-        for group in self._paged_groups:
-            record.tables[group] = [None] * pages
-        copies: Copies = {}
-        for part, source in zip(needed, sources, strict=True):
-            self._take(record, part, source, targets, copies)
-        if pages == 0 and record.live:
-            copies[CopyKind.RESET] = [
-                ((0, group), CopyItem(group, slot_of(live), slot_of(live))) for group, live in record.live.items()
-            ]
-        self._index.unpin_all(record.pins)
-        record.pins = sources
+        for group, table in tables.items():
+            pool = self._index.pools[Tier.L1][group]
+            for handle in table:
+                if handle is not None:
+                    pool.hold(handle)
+            record.tables[group] = table
+        for copy in copies:
+            page, group = copy.part
+            record.tables[group][page] = copy.target
+        copies += self._restores(record, path)
+        self._index.let_go(record.keep)
+        record.keep = keep
         self._emit(record, pages, copies)
         return True
 
-    def _take(self, record: RequestRecord, part: Part, source: Entry, targets: dict[Part, int], copies: Copies) -> None:
-        """Enter one object into the page table, with the copy that it takes, if any."""
-        page, group = part
-        on_device = source.tier is Tier.L1
-        if group in record.live:
-            kind = CopyKind.RESTORE if on_device else CopyKind.LOAD
-            target = record.live[group]
-        elif on_device:
-            record.tables[group][page] = self._index.pools[Tier.L1][group].hold(source.handle)
-            return
-        else:
-            kind = CopyKind.LOAD
-            target = record.tables[group][page] = targets[part]
-        copies.setdefault(kind, []).append((part, CopyItem(group, slot_of(source.handle), slot_of(target))))
+    def _on_device(self, path: Sequence[Node | None], group: int) -> list[int | None]:
+        """The page table of a prefix as far as it is in L1: None for what is not, or not needed."""
+        first = self._index.rule.first_needed(group, len(path))
+        entries = [node.entries[0][group] if node is not None else None for node in path[first:]]
+        return [None] * first + [None if entry is None else entry.handle for entry in entries]
 
-    def _acquire_targets(self, needed: Sequence[Part], sources: Sequence[Entry]) -> dict[Part, int] | None:
-        """L1 slots for the pages that lie in L2, or None."""
-        targets: dict[Part, int] = {}
-        for group in self._paged_groups:
-            parts = [
-                part
-                for part, source in zip(needed, sources, strict=True)
-                if part[1] == group and source.tier is Tier.L2
-            ]
-            handles = self._index.acquire(Tier.L1, group, len(parts))
-            if handles is None:
-                for (_, other), handle in targets.items():
-                    self._index.release(Tier.L1, other, [handle])
+    def _acquire_targets(self, path: Sequence[Node | None], tables: Tables) -> list[_Copy] | None:
+        """L1 slots for the pages that lie in L2, with what is copied there; or None, and nothing taken."""
+        absent: list[tuple[int, list[int]]] = []
+        for group, table in tables.items():
+            first = self._index.rule.first_needed(group, len(path))
+            pages = [page for page, handle in enumerate(table[first:], first) if handle is None]
+            if not pages:
+                continue
+            if len(pages) > self._index.room(Tier.L1, group):
                 return None
-            targets.update(zip(parts, handles, strict=True))
-        return targets
+            absent.append((group, pages))
+        copies: list[_Copy] = []
+        for group, pages in absent:
+            handles = self._index.acquire(Tier.L1, group, len(pages))
+            if handles is None:
+                for copy in copies:
+                    self._index.release(Tier.L1, copy.part[1], [copy.target])
+                return None
+            copies += [
+                _Copy((page, group), self._entry(path[page], group, Tier.L2), handle)
+                for page, handle in zip(pages, handles, strict=True)
+            ]
+        return copies
 
-    def _emit(self, record: RequestRecord, pages: int, copies: Copies) -> None:
-        if not copies:
-            self._loaded(record, pages)
+    def _restores(self, record: RequestRecord, path: Sequence[Node | None]) -> list[_Copy]:
+        """The copies that give the live states their snapshots."""
+        if not path:
+            return []
+        page = len(path) - 1
+        return [_Copy((page, group), self._entry(path[page], group), target) for group, target in record.live.items()]
+
+    @staticmethod
+    def _entry(node: Node | None, group: int, tier: Tier | None = None) -> Entry:
+        entry = None if node is None else node.nearest(group)
+        assert entry is not None, "what a legal prefix needs is here"
+        assert tier in (None, entry.tier), "what is not in L1 is in L2"
+        return entry
+
+    def _emit(self, record: RequestRecord, pages: int, copies: list[_Copy]) -> None:
+        if not copies and (pages or not record.live):
+            self._loaded(record, pages, copies)
             return
         record.loading = True
-        held = list(record.live.items())
-        held += [(group, handle) for group, table in enumerate(record.tables) for handle in table if handle is not None]
-        load = _LoadUnderWay(
-            record,
-            pages,
-            len(copies),
-            holds=[(group, self._index.pools[Tier.L1][group].hold(handle)) for group, handle in held],
-            sources=[self._index.pin(source) for source in record.pins],
-        )
-        for kind, pairs in copies.items():
+        pools = self._index.pools[Tier.L1]
+        for copy in copies:
+            self._index.pin(copy.source)
+            pools[copy.part[1]].hold(copy.target)
+        lives = [(group, pools[group].hold(handle)) for group, handle in record.live.items()]
+        load = _LoadUnderWay(record, pages, copies, lives)
+        items: dict[CopyKind, list[tuple[Part, CopyItem]]] = {}
+        for copy in copies:
+            kind = CopyKind.LOAD if copy.source.tier is Tier.L2 else CopyKind.RESTORE
+            item = CopyItem(copy.part[1], slot_of(copy.source.handle), slot_of(copy.target))
+            items.setdefault(kind, []).append((copy.part, item))
+        if not pages:
+            items[CopyKind.RESET] = [((0, g), CopyItem(g, slot_of(live), slot_of(live))) for g, live in lives]
+        load.jobs_left = len(items)
+        for kind, pairs in items.items():
             self._emit_copy(kind, load, [part for part, _ in pairs], tuple(item for _, item in pairs))
 
     def _emit_copy(self, kind: CopyKind, load: _LoadUnderWay, parts: list[Part], items: tuple[CopyItem, ...]) -> None:
@@ -201,10 +228,12 @@ class Loader:
         elif load.failed:
             self._cut_back(load.record, load.failed, is_reset=kind is CopyKind.RESET)
         else:
-            self._loaded(load.record, load.pages)
-        for group, handle in load.holds:
+            self._loaded(load.record, load.pages, load.copies)
+        for copy in load.copies:
+            self._index.unpin(copy.source)
+            self._index.release(Tier.L1, copy.part[1], [copy.target])
+        for group, handle in load.lives:
             self._index.release(Tier.L1, group, [handle])
-        self._index.unpin_all(load.sources)
 
     def _cut_back(self, record: RequestRecord, failed: Sequence[Part], *, is_reset: bool) -> None:
         """Give back what the failed load took; the next one does without what failed."""
@@ -218,39 +247,36 @@ class Loader:
         else:
             record.lost.update(failed)
 
-    def _loaded(self, record: RequestRecord, pages: int) -> None:
-        """Every copy has arrived: publish the pages in L1 and keep them pinned; let go of L2 and of the snapshots."""
-        self._account(record, pages)
-        pins: list[Entry] = []
-        for source in record.pins:
-            node, group = source.node, source.group
-            if group in record.live:
-                continue
-            entry = node.entries[Tier.L1][group]
-            if entry is None:
-                handle = record.tables[group][node.page]
-                assert handle is not None, "a loaded page has a slot"
-                entry = self._index.publish(node, Tier.L1, group, self._index.pools[Tier.L1][group].hold(handle))
-            pins.append(self._index.pin(entry))
-        self._index.unpin_all(record.pins)
-        record.pins = pins
+    def _loaded(self, record: RequestRecord, pages: int, copies: Sequence[_Copy]) -> None:
+        """Every copy has arrived: publish the pages in L1 and keep them; let go of L2 and of the snapshots."""
+        self._account(record, pages, copies)
+        for copy in copies:
+            node, group = copy.source.node, copy.part[1]
+            if group not in record.live and node.entries[Tier.L1][group] is None:
+                self._index.publish(node, Tier.L1, group, self._index.pools[Tier.L1][group].hold(copy.target))
+        used = self._index.keep(record.keys, pages)
+        self._index.let_go(record.keep)
+        record.keep = used
+        for entry in [entry for entry in used.entries if entry.group in record.live]:
+            self._index.unpin(entry)
+            used.entries.remove(entry)
         record.loaded_pages = record.published_pages = pages
         if record.prefetch is not None:
             self._prefetcher.conclude(record.prefetch, used_pages=pages, reason=record.cut_reason)
 
-    def _account(self, record: RequestRecord, pages: int) -> None:
+    def _account(self, record: RequestRecord, pages: int, copies: Sequence[_Copy]) -> None:
         """Each restored page counts for the farthest tier that something of it came from."""
         fetched = set() if record.prefetch is None else record.prefetch.fetched
-        farthest: dict[int, str] = {}
-        for entry in record.pins:
-            page = entry.node.page
-            is_fetched = entry.tier is Tier.L2 and (page, entry.group) in fetched
-            farthest[page] = max(farthest.get(page, "l1"), "l3" if is_fetched else entry.tier.name.lower())
-        sources = sources_of_pages(pages, farthest)
-        tokens = {source: sources.count(source) * self._page_tokens for source in ("l1", "l2", "l3")}
+        farther: dict[int, str] = {}
+        for copy in copies:
+            if copy.source.tier is Tier.L2:
+                page = copy.part[0]
+                farther[page] = "l3" if copy.part in fetched or farther.get(page) == "l3" else "l2"
+        sources = pages_by_source(pages, farther, first=self._index.rule.first_page(pages))
+        tokens = {source: sources[source] * self._page_tokens for source in ("l1", "l2", "l3")}
         tokens["computed"] = record.token_count - pages * self._page_tokens
         record.by_source = tokens
         self._stats.tokens_by_source.update(tokens)
         self._stats.tokens_requested += record.token_count
-        attention = self._index.rule.attention_pages(self._index.masks(record.keys[: record.prompt_pages]))
+        attention = self._index.attention_pages(record.keys[: record.prompt_pages])
         self._stats.tokens_attention_only += max(0, attention - pages) * self._page_tokens

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hicache.index import Entry, Index, Node, Tier
+from hicache.index import Index, Keep, Node, Tier
 from hicache.jobbook import JobBook, Outcomes, batches
 from hicache.jobs import FetchJob, LookupItem, LookupJob, TransferItem
 from hicache.outcome import Outcome
@@ -48,7 +48,7 @@ class Prefetch:
     concluded: bool = False  # the request has taken what it could, or is gone
     handles: dict[Part, int] = field(default_factory=dict)
     arrived: dict[Part, Outcome] = field(default_factory=dict)
-    pins: list[Entry] = field(default_factory=list)
+    keeps: list[Keep] = field(default_factory=list)  # of each plan: what it uses that is here, and what has arrived
     fetched: set[Part] = field(default_factory=set)
     fault: Outcome | None = None  # the first one
 
@@ -70,7 +70,7 @@ class Prefetcher:
     def start(self, keys: Sequence[bytes]) -> Prefetch:
         """Begin for a prompt with these restorable pages. The result may be settled at once, with nothing to gain."""
         prefetch = Prefetch(keys, remote=[0] * len(keys))
-        local = self._index.rule.usable(self._index.masks(keys))
+        local = self._index.match(keys)
         reason = self._reason_to_decline(len(keys), local)
         if reason is not None:
             self._stats.prefetch_declined[reason] += 1
@@ -104,7 +104,8 @@ class Prefetcher:
         self._drop(promised - used, reason)
         for _, group in prefetch.fetched:
             self._held[group] -= 1
-        self._index.unpin_all(prefetch.pins)
+        for keep in prefetch.keeps:
+            self._index.let_go(keep)
 
     def _reason_to_decline(self, page_count: int, local: int) -> str | None:
         if not self._limits.has_l3:
@@ -117,12 +118,11 @@ class Prefetcher:
 
     def _missing(self, keys: Sequence[bytes], *, beyond: int) -> list[Part]:
         """Objects not resident here that some boundary after ``beyond`` pages needs."""
-        rule, nodes = self._index.rule, self._index.nodes
+        rule = self._index.rule
         firsts = [rule.first_needed(group, beyond + 1) for group in range(len(self._held))]
         parts: list[Part] = []
         for page, key in enumerate(keys):
-            node = nodes.get(key)
-            resident = 0 if node is None else node.resident
+            resident = self._index.resident(key)
             parts += [
                 (page, group) for group, first in enumerate(firsts) if page >= first and not resident >> group & 1
             ]
@@ -164,7 +164,7 @@ class Prefetcher:
 
     def _prospects(self, prefetch: Prefetch) -> tuple[int, list[int], list[int]]:
         """The usable prefix without L3, the legal stops beyond it with L3, and the masks of what is resident."""
-        local = [self._resident(key) for key in prefetch.keys]
+        local = [self._index.resident(key) for key in prefetch.keys]
         base = self._index.rule.usable(local)
         stops = self._index.rule.legal_stops(here | there for here, there in zip(local, prefetch.remote, strict=True))
         return base, [stop for stop in stops if stop > base], local
@@ -178,27 +178,22 @@ class Prefetcher:
             self._fetch(prefetch, batch)
         return prefetch.target_pages
 
-    def _resident(self, key: bytes) -> int:
-        node = self._index.nodes.get(key)
-        return 0 if node is None else node.resident
-
     def _reserve(self, prefetch: Prefetch, stops: list[int], local: list[int]) -> tuple[int, list[Part]]:
         """Room in L2 for the longest of ``stops`` that has it: its length and the parts to fetch, or ``(0, [])``.
 
-        What the plan uses of this engine's own copies is pinned, so that making room cannot break it.
+        What the plan uses of this engine's own copies is kept, so that making room cannot break it.
         """
         budgets = [self._budget(group) for group in range(len(self._held))]
         candidates = self._index.rule.fitting(stops, local, budgets)
         while candidates:
             stop = candidates.pop()
+            keep = self._index.keep(prefetch.keys, stop)
             needed = self._index.rule.needed(stop)
-            missing = [(page, group) for page, group in needed if not local[page] >> group & 1]
-            present = [(page, group) for page, group in needed if local[page] >> group & 1]
-            pins = [self._index.pin(self._index.nearest(prefetch.keys[page], group)) for page, group in present]
+            missing = [(page, g) for page, g in needed if not self._index.resident(prefetch.keys[page]) >> g & 1]
             if self._acquire(prefetch, missing):
-                prefetch.pins += pins
+                prefetch.keeps.append(keep)
                 return stop, missing
-            self._index.unpin_all(pins)
+            self._index.let_go(keep)
             del candidates[len(candidates) * 3 // 4 :]  # few attempts, and no more than a quarter too short
         return 0, []
 
@@ -272,7 +267,7 @@ class Prefetcher:
                 self._held[group] -= 1
             else:
                 prefetch.fetched.add(part)
-                prefetch.pins.append(self._index.pin(entry))
+                prefetch.keeps[-1].entries.append(self._index.pin(entry))
 
     def _reachable_node(self, prefetch: Prefetch, page: int, good: Sequence[Part]) -> Node | None:
         """The node to publish under; None when its parent, or a full-attention object of its own, is not here."""
@@ -280,7 +275,7 @@ class Prefetcher:
         parent = nodes.get(prefetch.keys[page - 1]) if page else None
         if page and full and (parent is None or parent.resident & full != full):
             return None
-        present = self._resident(prefetch.keys[page]) | sum(1 << group for _, group in good)
+        present = self._index.resident(prefetch.keys[page]) | sum(1 << group for _, group in good)
         if not good or present & full != full:
             return None
         return self._index.obtain(prefetch.keys, page)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import accumulate, takewhile
+from itertools import accumulate
 
 from hicache.spec import CacheSpec
 
@@ -26,6 +26,7 @@ class PrefixRule:
         self.full_mask = sum(1 << group for group, reach in enumerate(reaches) if reach is None)
         self.partial = tuple((1 << group, reach) for group, reach in enumerate(reaches) if reach is not None)
         self._partial_mask = sum(bit for bit, _ in self.partial)
+        self._reach_max = max((reach for _, reach in self.partial), default=0)
         self._reaches = reaches
 
     def legal_stops(self, masks: Iterable[int]) -> list[int]:
@@ -47,25 +48,48 @@ class PrefixRule:
                 stops.append(page + 1)
         return stops
 
+    def longest(self, pages: int, masks_backwards: Iterable[int]) -> int:
+        """The longest legal prefix of ``pages`` pages that all have their full-attention objects; 0 when there is none.
+
+        Takes masks from the last page on, no more than the longest reach before the prefix: a page that makes a stop
+        illegal makes all stops after itself illegal, so it is the next one to try.
+        """
+        partial, all_partial = self.partial, self._partial_mask
+        stop = page = pages
+        for mask in masks_backwards:
+            if page <= stop - self._reach_max:
+                break
+            page -= 1
+            if mask & all_partial != all_partial:
+                for bit, reach in partial:
+                    if not mask & bit and page >= stop - reach:
+                        stop = page
+                        break
+        return stop
+
     def usable(self, masks: Iterable[int]) -> int:
         """The longest legal prefix, in pages; 0 when there is none."""
         stops = self.legal_stops(masks)
         return stops[-1] if stops else 0
-
-    def attention_pages(self, masks: Iterable[int]) -> int:
-        """Leading pages that have all full-attention objects, whatever the other groups have; 0 without such groups."""
-        full = self.full_mask
-        return sum(1 for _ in takewhile(lambda mask: full and mask & full == full, masks))
 
     def needed(self, pages: int) -> list[tuple[int, int]]:
         """``(page, group)`` of every object that a prefix of ``pages`` pages needs, in page order."""
         firsts = [self.first_needed(group, pages) for group in range(len(self._reaches))]
         return [(page, group) for page in range(pages) for group, first in enumerate(firsts) if page >= first]
 
+    def needed_partial(self, pages: int) -> list[tuple[int, int]]:
+        """Those of ``needed`` that are not of full-attention groups, by group."""
+        partial = [group for group, reach in enumerate(self._reaches) if reach is not None]
+        return [(page, group) for group in partial for page in range(self.first_needed(group, pages), pages)]
+
     def first_needed(self, group: int, pages: int) -> int:
         """The first page that a prefix of ``pages`` pages needs of ``group``."""
         reach = self._reaches[group]
         return 0 if reach is None else max(0, pages - reach)
+
+    def first_page(self, pages: int) -> int:
+        """The first page that a prefix of ``pages`` pages needs anything of; ``pages`` when it needs nothing."""
+        return min(self.first_needed(group, pages) for group in range(len(self._reaches)))
 
     def fitting(self, stops: Sequence[int], masks: Sequence[int], room: Sequence[int]) -> list[int]:
         """The stops that lack, of each group, no more objects than ``room[group]``. Linear."""

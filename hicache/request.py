@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hicache.index import Entry
+from hicache.index import Keep
 from hicache.prefetch import Prefetch
 
 
@@ -20,7 +20,7 @@ class RequestRecord:
     prompt_pages: int  # pages that may be restored: at least the last token is left to compute
     tables: list[list[int | None]]  # by group; empty for state groups
     live: dict[int, int]  # the live state slot by group
-    pins: list[Entry] = field(default_factory=list)
+    keep: Keep = field(default_factory=Keep)  # what it keeps from eviction
     prefetch: Prefetch | None = None
     lost: set[tuple[int, int]] = field(default_factory=set)  # (page, group) whose load failed for this request
     local_tokens: dict[str, int] = field(default_factory=dict)  # what match found, by tier

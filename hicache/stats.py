@@ -39,12 +39,11 @@ class DirectoryStats:
                 self.bytes_moved[leg] += self.object_bytes[group]
 
 
-def sources_of_pages(pages: int, sources: Mapping[int, str]) -> list[str]:
-    """Where every page of a prefix came from. A page that nothing was needed of (before a sliding window, or a state)
-    came from where the next one did that something was needed of."""
-    by_page: list[str] = []
-    source = "l1"
-    for page in reversed(range(pages)):
-        source = sources.get(page, source)
-        by_page.append(source)
-    return by_page[::-1]
+def pages_by_source(pages: int, farther: Mapping[int, str], *, first: int) -> Counter[str]:
+    """How many pages of a prefix came from where: from L1, unless ``farther`` says otherwise. Pages before ``first``,
+    of which nothing was needed (before a sliding window, or a state), came from where page ``first`` did."""
+    counts = Counter(farther.values())
+    if 0 < first < pages:
+        counts[farther.get(first, "l1")] += first
+    counts["l1"] += pages - counts.total()
+    return counts

@@ -201,17 +201,23 @@ class Writer:
             self._index.unpin(entry)
         self._send_queued()
 
-    def confirm(self, path: Sequence[Node]) -> None:
+    def confirm(self, path_backwards: Iterable[Node]) -> None:
         """Ask L3 whether it still has what it once acknowledged of a path that is used again, and store what is gone.
 
         Without this L3 would evict what is always found in L1, since it never hears of it, and keep pages below that
         nobody can reach. Asking counts as use there; it is done once per node and interval.
         """
-        now_s = self._index.now_s
-        due = [node for node in path if node.in_l3 and now_s - node.confirmed_at_s >= self._limits.confirm_interval_s]
-        parts = [(node, group) for node in due for group in range(len(self._storing)) if node.in_l3 >> group & 1]
-        if not parts:
+        if not self._limits.has_l3:
             return
+        now_s = self._index.now_s
+        latest_s = now_s - self._limits.confirm_interval_s
+        path = list(path_backwards)
+        due = [node for node in path if node.in_l3 and node.confirmed_at_s <= latest_s]
+        if not due:
+            return
+        path.reverse()
+        due.reverse()
+        parts = [(node, group) for node in due for group in range(len(self._storing)) if node.in_l3 >> group & 1]
         for node in due:
             node.confirmed_at_s = now_s
         items = tuple(LookupItem(group, node.key) for node, group in parts)

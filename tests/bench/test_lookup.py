@@ -10,7 +10,7 @@ from click.testing import CliRunner
 
 from bench import lookup
 from bench.lookup_daemon import CountBench, CountRow, counts_up_to, growth, why_not
-from bench.lookup_directory import measure_match
+from bench.lookup_directory import SPECS, measure_match
 from bench.lookup_keys import measure_hashing
 from hicache.keys import KEY_HASHES
 
@@ -57,7 +57,10 @@ def test_hashing_is_measured_for_every_hash_and_source():
 
 def test_the_directory_matches_the_whole_prompt():
     rows = measure_match(400, prompt_pages=100, repetitions=2)
-    assert [row.resident_pages for row in rows] == [400, 400]
+    assert {(row.groups, row.resident_in) for row in rows} == {
+        (groups, place) for groups in SPECS for place in ("L1", "L2", "half L1, half L2")
+    }
+    assert {row.resident_pages for row in rows} == {400}
     assert all(row.open_us > 0 and row.five_lookups_us > 0 and row.of_limit > 0 for row in rows)
 
 

@@ -43,3 +43,17 @@ def slots_free(world: World) -> list[list[int]]:
     """What could be taken, by tier and group."""
     index = world.directory.index
     return [[index.room(tier, group) for group in range(len(world.spec.groups))] for tier in Tier]
+
+
+def prefetching(world: World, tokens: list[int], *, without: frozenset[tuple[int, int]] = frozenset()) -> Live:
+    """A request that has asked for what another engine has stored of its prompt, ``without`` some (page, group)."""
+    world.fill_l3(tokens, without=without)
+    live = world.open(tokens)
+    world.prefetch(live)
+    return live
+
+
+def restore(world: World, live: Live) -> None:
+    """What the request has asked for arrives, and is loaded."""
+    world.run_all()
+    world.load_whole(live)

@@ -11,7 +11,7 @@ from hicache.outcome import Outcome
 from hicache.prefetch import REPLANS_MAX
 from hicache.slots import slot_of
 from tests.core.simulated_executor import EMPTY, failing, no_fault
-from tests.core.situations import HYBRID, loaded_pages, prompt
+from tests.core.situations import HYBRID, loaded_pages, prefetching, prompt, restore
 from tests.core.world import FULL, MODELS, PAGE, STATE, World
 
 
@@ -28,17 +28,14 @@ def test_br_032_a_page_that_one_stage_lacks_is_no_hit_and_is_stored_again() -> N
 
 def test_br_045_all_stages_act_on_the_shortest_of_their_prefixes() -> None:
     world = World((FULL,), l1=16, l2=16, ranks=2, prefetch_l2_share=1.0)
-    world.fill_l3(prompt(8))
-    live = world.open(prompt(8))
-    world.prefetch(live)
+    live = prefetching(world, prompt(8))
     world.executor.run_kind(LookupJob)
     world.executor.l3.pop((live.record.keys[6], 0, 1))  # stage 1 loses its last two pages
     world.executor.l3.pop((live.record.keys[7], 0, 1))
     world.executor.run(0)
     assert not world.directory.is_settled(live.record)  # stage 0 is early
     assert world.directory.index.pools[Tier.L2][0].used_count == 8
-    world.run_all()
-    world.load_whole(live)
+    restore(world, live)
     assert loaded_pages(live) == 6
     assert world.directory.index.pools[Tier.L2][0].used_count == 6
     world.check()
@@ -48,9 +45,7 @@ def test_br_045_all_stages_act_on_the_shortest_of_their_prefixes() -> None:
 @pytest.mark.parametrize("first", [0, 1])
 def test_br_045_an_abort_between_two_stages_frees_everything_once(first: int) -> None:
     world = World((FULL,), l1=16, l2=16, ranks=2, prefetch_l2_share=1.0)
-    world.fill_l3(prompt(8))
-    live = world.open(prompt(8))
-    world.prefetch(live)
+    live = prefetching(world, prompt(8))
     world.executor.run_kind(LookupJob)
     world.executor.run(first)
     world.release(live)
@@ -77,9 +72,7 @@ def test_a_copy_that_fails_on_one_rank_fails_on_all() -> None:
 def test_br_138_a_sidecar_page_that_is_not_there_ends_the_prefix_for_all_pools(trouble: str) -> None:
     groups = MODELS[1]  # two full-attention groups
     world = World(groups, l1=24, l2=24, prefetch_l2_share=1.0)
-    world.fill_l3(prompt(10), without=frozenset({(5, 1)} if trouble == "missing" else set()))
-    live = world.open(prompt(10))
-    world.prefetch(live)
+    live = prefetching(world, prompt(10), without=frozenset({(5, 1)} if trouble == "missing" else set()))
     world.executor.run_kind(LookupJob)
     if trouble == "evicted from L2":
         world.lose_in_l3(live.record.keys[5], 1)
@@ -242,9 +235,7 @@ def test_a_snapshot_that_cannot_be_fetched_is_made_up_for_by_an_earlier_one() ->
 
 def test_a_prompt_whose_objects_fail_one_by_one_is_not_tried_for_ever() -> None:
     world = World(HYBRID, l1=16, l2=16, prefetch_l2_share=1.0)
-    world.fill_l3(prompt(8))
-    live = world.open(prompt(8))
-    world.prefetch(live)
+    live = prefetching(world, prompt(8))
     states_tried = 0
 
     def fault(job: Job, item: int) -> Outcome | None:

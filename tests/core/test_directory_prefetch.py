@@ -7,7 +7,7 @@ import pytest
 from hicache.index import Tier
 from hicache.jobs import CopyJob, CopyKind, FetchJob, LookupJob
 from hicache.slots import slot_of
-from tests.core.situations import HYBRID, evict_all, loaded_pages, prompt
+from tests.core.situations import HYBRID, evict_all, loaded_pages, prefetching, prompt, restore
 from tests.core.world import FULL, PAGE, WINDOW, World
 
 
@@ -20,8 +20,7 @@ def test_br_012_what_the_engine_holds_is_neither_fetched_nor_loaded_over() -> No
     live = world.open(prompt(5))
     assert live.record.local_tokens == {"l1": 3 * PAGE, "l2": 0}
     world.prefetch(live)
-    world.run_all()
-    world.load_whole(live)
+    restore(world, live)
     assert loaded_pages(live) == 5
     fetched = [i.block_key for task in world.executor.done if isinstance(task.job, FetchJob) for i in task.job.items]
     assert fetched == live.record.keys[3:5]
@@ -93,9 +92,7 @@ def test_br_034_a_stalled_pool_counts_as_not_arrived_and_drains_without_touching
     stalled: set[int], pages: int
 ) -> None:
     world = World(HYBRID, l1=20, l2=20, prefetch_l2_share=1.0, job_items_max=1)
-    world.fill_l3(prompt(8), without=frozenset((page, 1) for page in range(7)))
-    live = world.open(prompt(8))
-    world.prefetch(live)
+    live = prefetching(world, prompt(8), without=frozenset((page, 1) for page in range(7)))
     world.executor.run_kind(LookupJob)
     for position in reversed(world.executor.waiting_for(FetchJob)):
         if not stalled & {item.group for item in world.executor.waiting[position].job.items}:
@@ -118,9 +115,7 @@ def test_br_034_a_stalled_pool_counts_as_not_arrived_and_drains_without_touching
 
 def test_pages_that_arrive_late_are_kept_for_the_next_request() -> None:
     world = World((FULL,), l1=16, l2=16, prefetch_l2_share=1.0)
-    world.fill_l3(prompt(6))
-    live = world.open(prompt(6))
-    world.prefetch(live)
+    live = prefetching(world, prompt(6))
     world.executor.run_kind(LookupJob)
     world.load(live)
     assert loaded_pages(live) == 0
@@ -134,9 +129,7 @@ def test_pages_that_arrive_late_are_kept_for_the_next_request() -> None:
 
 def test_what_was_late_when_the_load_was_decided_is_counted_as_late() -> None:
     world = World((FULL,), l1=40, l2=40, prefetch_l2_share=1.0)
-    world.fill_l3(prompt(20))
-    live = world.open(prompt(20))
-    world.prefetch(live)
+    live = prefetching(world, prompt(20))
     world.executor.run_kind(LookupJob)
     world.executor.run(0)
     world.load(live)  # 16 of 20 pages have arrived
@@ -165,8 +158,7 @@ def test_prefetches_hold_no_more_than_their_share_of_l2_while_their_requests_wai
     late = world.open(prompt(12, seed=8))
     world.fill_l3(prompt(12, seed=8))
     world.prefetch(late)
-    world.run_all()
-    world.load_whole(late)
+    restore(world, late)
     assert loaded_pages(late) == 10
     world.check()
     world.wind_up()
@@ -215,9 +207,7 @@ def test_br_065_a_prefetch_without_room_promises_nothing_and_says_what_it_found(
 
 def test_br_067_pages_behind_a_hole_are_not_found() -> None:
     world = World((FULL,), l1=16, l2=16, prefetch_l2_share=1.0)
-    world.fill_l3(prompt(8), without=frozenset({(0, 0), (1, 0)}))
-    live = world.open(prompt(8))
-    world.prefetch(live)
+    live = prefetching(world, prompt(8), without=frozenset({(0, 0), (1, 0)}))
     world.run_all()
     assert world.directory.stats.prefetch_found == 0
     world.load_whole(live)
@@ -229,17 +219,14 @@ def test_br_067_pages_behind_a_hole_are_not_found() -> None:
     evict_all(world, Tier.L2)
     again = world.open(prompt(8))
     world.prefetch(again)
-    world.run_all()
-    world.load_whole(again)
+    restore(world, again)
     assert loaded_pages(again) == 8  # the writer has filled the hole
     world.wind_up()
 
 
 def test_br_101_what_is_gone_between_lookup_and_fetch_shortens_the_prefix() -> None:
     world = World((FULL,), l1=16, l2=16, prefetch_l2_share=1.0)
-    world.fill_l3(prompt(8))
-    live = world.open(prompt(8))
-    world.prefetch(live)
+    live = prefetching(world, prompt(8))
     world.executor.run_kind(LookupJob)
     world.lose_in_l3(live.record.keys[5], 0)
     world.run_all()
@@ -252,11 +239,8 @@ def test_br_101_what_is_gone_between_lookup_and_fetch_shortens_the_prefix() -> N
 
 def test_br_106_a_hit_that_l2_has_no_room_for_is_cut_to_the_share_and_all_is_told() -> None:
     world = World((FULL,), l1=200, l2=160, prefetch_l2_share=0.5)
-    world.fill_l3(prompt(1000))
-    live = world.open(prompt(1000))
-    world.prefetch(live)
-    world.run_all()
-    world.load_whole(live)
+    live = prefetching(world, prompt(1000))
+    restore(world, live)
     stats = world.directory.stats
     assert loaded_pages(live) == 80
     assert stats.prefetch_found == 1000 * PAGE
@@ -268,11 +252,8 @@ def test_br_106_a_hit_that_l2_has_no_room_for_is_cut_to_the_share_and_all_is_tol
 def test_br_106_a_cut_hit_of_a_hybrid_ends_at_a_snapshot() -> None:
     world = World(HYBRID, l1=100, l2=40, prefetch_l2_share=0.5)
     snapshots = {7, 15, 31}
-    world.fill_l3(prompt(32), without=frozenset((page, 1) for page in range(32) if page not in snapshots))
-    live = world.open(prompt(32))
-    world.prefetch(live)
-    world.run_all()
-    world.load_whole(live)
+    live = prefetching(world, prompt(32), without=frozenset((page, 1) for page in range(32) if page not in snapshots))
+    restore(world, live)
     assert loaded_pages(live) == 16
     assert world.directory.stats.prefetch_dropped == {"no_host_capacity": 16 * PAGE}
     world.wind_up()
@@ -281,9 +262,7 @@ def test_br_106_a_cut_hit_of_a_hybrid_ends_at_a_snapshot() -> None:
 def test_br_107_a_prefetch_meets_pages_that_another_request_has_published_meanwhile() -> None:
     world = World((FULL,), l1=20, l2=20, prefetch_l2_share=1.0)
     world.serve(prompt(2))
-    world.fill_l3(prompt(8))
-    live = world.open(prompt(8))
-    world.prefetch(live)
+    live = prefetching(world, prompt(8))
     world.executor.run_kind(LookupJob)
     other = world.open(prompt(5))
     world.load(other)
@@ -301,9 +280,7 @@ def test_br_107_a_prefetch_meets_pages_that_another_request_has_published_meanwh
 def test_br_107_a_prefetch_whose_anchor_was_evicted_publishes_nothing() -> None:
     world = World((FULL,), l1=20, l2=20, prefetch_l2_share=1.0)
     world.serve(prompt(2))
-    world.fill_l3(prompt(8))
-    live = world.open(prompt(8))
-    world.prefetch(live)
+    live = prefetching(world, prompt(8))
     world.executor.run_kind(LookupJob)
     world.release(live)
     evict_all(world, Tier.L1)
@@ -335,9 +312,7 @@ def test_what_a_prefetch_has_brought_is_kept_until_its_request_takes_it() -> Non
 
 def test_pages_that_arrive_out_of_order_are_published_in_order() -> None:
     world = World((FULL,), l1=20, l2=20, prefetch_l2_share=1.0, job_items_max=2)
-    world.fill_l3(prompt(8))
-    live = world.open(prompt(8))
-    world.prefetch(live)
+    prefetching(world, prompt(8))
     world.executor.run_kind(LookupJob)
     visible = []
     for position in (1, 2, 0, 0):  # pages 2 and 3, 6 and 7, 0 and 1, 4 and 5

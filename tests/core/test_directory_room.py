@@ -7,7 +7,7 @@ import pytest
 from hicache.index import Index, Node, Tier
 from hicache.loader import Load
 from hicache.spec import Group
-from tests.core.situations import HYBRID, evict_all, loaded_pages, prompt, slots_free
+from tests.core.situations import HYBRID, evict_all, loaded_pages, prefetching, prompt, restore, slots_free
 from tests.core.world import FULL, MODELS, PAGE, STATE, WINDOW, World
 
 
@@ -17,11 +17,8 @@ def test_br_042_an_l2_smaller_than_l1_goes_on_writing_through_and_prefetching() 
         world.serve(prompt(10, seed=number + 1))
     assert len(world.executor.l3) == 1000
     assert world.directory.stats.skipped == {}
-    world.fill_l3(prompt(20))
-    cold = world.open(prompt(20))
-    world.prefetch(cold)
-    world.run_all()
-    world.load_whole(cold)
+    cold = prefetching(world, prompt(20))
+    restore(world, cold)
     assert loaded_pages(cold) == 20
     world.wind_up()
 
@@ -70,11 +67,8 @@ def test_a_load_without_room_for_all_takes_the_longest_prefix_that_fits(
 
 def test_what_a_prefetch_brought_and_l1_has_no_room_for_is_counted_by_that_reason() -> None:
     world = World((FULL,), l1=5, l2=20, prefetch_l2_share=1.0)
-    world.fill_l3(prompt(8))
-    live = world.open(prompt(8))
-    world.prefetch(live)
-    world.run_all()
-    world.load_whole(live)
+    live = prefetching(world, prompt(8))
+    restore(world, live)
     assert loaded_pages(live) == 5
     assert world.directory.stats.prefetch_dropped == {"no_device_capacity": 3 * PAGE}
     assert world.directory.stats.prefetch_used == 5 * PAGE
@@ -98,11 +92,8 @@ def test_what_could_not_be_evicted_for_a_moment_counts_as_room_when_it_can() -> 
     assert index.acquire(Tier.L2, 0, 1) is None
     index.unpin(leaf)
     assert index.room(Tier.L2, 0) == 20
-    world.fill_l3(prompt(15, seed=1))
-    live = world.open(prompt(15, seed=1))
-    world.prefetch(live)
-    world.run_all()
-    world.load_whole(live)
+    live = prefetching(world, prompt(15, seed=1))
+    restore(world, live)
     assert loaded_pages(live) == 15
     world.wind_up()
 
@@ -180,11 +171,8 @@ def test_room_in_one_group_is_given_back_when_another_group_has_none(tight: int)
     groups = (FULL, MODELS[1][1], WINDOW)
     slots = tuple(3 if group == tight else 20 for group in range(3))
     world = World(groups, l1=slots, l2=slots, prefetch_l2_share=1.0, store_l2_share=1.0)
-    world.fill_l3(prompt(8))
-    live = world.open(prompt(8))
-    world.prefetch(live)
-    world.run_all()
-    world.load_whole(live)
+    live = prefetching(world, prompt(8))
+    restore(world, live)
     assert loaded_pages(live) == (8 if tight == 2 else 3)  # of the window two pages are enough
     free = slots_free(world)
     assert world.directory.extend(live.record, tokens=12 * PAGE) is False
@@ -203,8 +191,7 @@ def test_room_is_only_an_upper_bound_and_what_was_taken_in_vain_is_given_back(
     monkeypatch.setattr(Index, "room", lambda self, tier, group: 40)
     live = world.open(prompt(20))
     world.prefetch(live)
-    world.run_all()
-    world.load_whole(live)
+    restore(world, live)
     assert 7 * 3 // 4 <= loaded_pages(live) <= 7
     world.check()
     world.wind_up()
@@ -220,8 +207,7 @@ def test_a_prefetch_that_finds_less_room_than_it_counted_on_takes_less(
     monkeypatch.setattr(world.prefetcher, "_budget", lambda group: 40)
     live = world.open(prompt(20))
     world.prefetch(live)
-    world.run_all()
-    world.load_whole(live)
+    restore(world, live)
     assert 7 * 3 // 4 <= loaded_pages(live) <= 7
     world.check()
     world.wind_up()
@@ -250,7 +236,7 @@ def test_a_plan_that_rests_on_pages_of_this_engine_keeps_them() -> None:
     for key in world.page_keys(prompt(8)):
         world.lose_in_l3(key, 0)
     live = world.open(prompt(8))
-    assert live.record.pins == []
+    assert (live.record.keep.path, live.record.keep.entries) == (None, [])
     world.prefetch(live)
     world.run_all()
     for seed in range(1, 6):

@@ -67,6 +67,9 @@ def test_the_legal_stops_are_those_of_the_definition(data: st.DataObject, groups
     assert rule.legal_stops(masks) == legal
     assert rule.legal_stops(iter(masks)) == legal
     assert rule.usable(masks) == max(legal, default=0)
+    has_attention = [mask & rule.full_mask == rule.full_mask for mask in masks]
+    reachable = masks[: has_attention.index(False)] if False in has_attention else masks
+    assert rule.longest(len(reachable), reversed(reachable)) == max(legal, default=0)
 
 
 @given(data=st.data(), groups=models(), pages=st.integers(0, 12))

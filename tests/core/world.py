@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from hicache.directory import Directory, DirectoryConfig
-from hicache.index import Entry, Tier
+from hicache.index import Entry, Keep, Tier
 from hicache.jobs import CopyKind
 from hicache.keys import BlockKeys
 from hicache.request import RequestRecord
@@ -40,7 +40,7 @@ class Live:
     record: RequestRecord
     tokens: list[int]
     computed: int = 0
-    tables: list[list[int | None]] = field(default_factory=list)
+    found: Keep | None = None  # what keeps what match has found, until the first load chooses
 
 
 class World:
@@ -74,6 +74,7 @@ class World:
         self.executor = SimulatedExecutor(self.spec, self.directory, ranks=self.config.ranks)
         self.seconds_per_request = seconds_per_request
         self.now_s = 0.0
+        self.steps = 0
         self.live: list[Live] = []
         self.truth: dict[bytes, tuple[int, ...]] = {}
         self.is_l3_whole = True  # no object was lost on its way to L3 or in it
@@ -91,7 +92,7 @@ class World:
         self.now_s += self.seconds_per_request
         record = self.directory.open(self.page_keys(tokens), token_count=len(tokens), now_s=self.now_s)
         self.executor.collect()
-        live = Live(record, tokens)
+        live = Live(record, tokens, found=record.keep)
         found = sum(record.local_tokens.values())
         assert found == PAGE * self.brute_force_usable(record)
         assert not tokens or found < len(tokens)
@@ -220,10 +221,59 @@ class World:
         self.check_published_bytes()
         self.check_restored_prefixes()
         self.check_nodes()
+        self.check_what_is_kept()
         self.check_accounts()
         if not self.directory.open_jobs:
             self.check_nothing_leaked()
             self.check_l3_has_no_holes()
+
+    def keeps(self) -> Iterator[Keep]:
+        """Everything that requests keep from eviction."""
+        for live in self.live:
+            yield live.record.keep
+            if live.record.prefetch is not None:
+                yield from live.record.prefetch.keeps
+
+    def check_what_is_kept(self) -> None:
+        """Holds are counted exactly, at the latest when somebody asks for room; the queues have what nobody keeps."""
+        index = self.directory.index
+        full = index.rule.full_mask
+        self.steps += 1
+        if self.steps % 3 == 0:  # else holds stay uncounted for a while, or come and go without ever being
+            index.settle()
+        ends = Counter(keep.path for keep in self.keeps() if keep.path is not None)
+        assert full or not ends
+        assert all(index.nodes[node.key] is node and node.resident & full == full for node in ends)
+        assert all(index.nodes[node.key] is node for node in index._pending)
+        for node in index.nodes.values():
+            held_children = sum(1 for child in node.children if child.held)
+            assert node.held + index._pending.get(node, 0) == held_children + ends[node]
+        for tier, group, entry in self.entries():
+            is_nearest = tier is Tier.L1 or not entry.node.masks[Tier.L1] >> group & 1
+            is_held = bool(full >> group & 1 and is_nearest and entry.node.held)
+            is_waiting = entry in index._eviction[tier][group]
+            is_parked = entry in index._parked[tier][group]
+            assert is_waiting + is_parked == (not entry.pins and not is_held)
+        for live in self.live:
+            self.check_what_was_found(live)
+
+    def check_what_was_found(self, live: Live) -> None:
+        """What a request was told to have stays where it was, or comes nearer; what it has loaded stays in L1."""
+        index, record = self.directory.index, live.record
+        if not record.is_loaded and record.keep is not live.found:
+            return  # a load has chosen, perhaps less
+        pages = record.published_pages if record.is_loaded else sum(record.local_tokens.values()) // PAGE
+        off_device = 0
+        for page in range(pages):
+            needed = {group for group in range(len(self.spec.groups)) if page >= index.rule.first_needed(group, pages)}
+            if record.is_loaded:
+                paged = {g for g in needed if record.tables[g] and record.tables[g][page] is not None}
+                assert all(index.nodes[record.keys[page]].entries[Tier.L1][group] is not None for group in paged)
+            elif needed:
+                node = index.nodes[record.keys[page]]
+                assert all(node.nearest(group) is not None for group in needed)
+                off_device += any(node.entries[Tier.L1][group] is None for group in needed)
+        assert record.is_loaded or off_device * PAGE <= record.local_tokens["l2"]
 
     def check_published_bytes(self) -> None:
         for tier, group, entry in self.entries():
@@ -287,9 +337,8 @@ class World:
                 holders[Tier.L1][group].update(handle for handle in table if handle is not None)
             for group, handle in live.record.live.items():
                 holders[Tier.L1][group][handle] += 1
-            pins.update(live.record.pins)
-            if live.record.prefetch is not None:
-                pins.update(live.record.prefetch.pins)
+        for keep in self.keeps():
+            pins.update(keep.entries)
         for tier in Tier:
             for group, pool in enumerate(self.directory.index.pools[tier]):
                 assert pool.used_count == len(holders[tier][group])
