@@ -21,13 +21,13 @@ class FileCalls:
         """An existing file, open for reading."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def write(self, fd: int, part: memoryview | bytes, offset: int) -> int:
-        """Like pwrite: may write less than asked for."""
-        return os.pwrite(fd, part, offset)
+    def write(self, fd: int, parts: list[memoryview], offset: int) -> int:
+        """Like pwritev: may write less than asked for."""
+        return os.pwritev(fd, parts, offset)
 
-    def read(self, fd: int, target: memoryview, offset: int) -> int:
-        """Like pread into ``target``: may read less than asked for, 0 at the end."""
-        return os.preadv(fd, [target], offset)
+    def read(self, fd: int, targets: list[memoryview], offset: int) -> int:
+        """Like preadv: may read less than asked for, 0 at the end."""
+        return os.preadv(fd, targets, offset)
 
     def close(self, fd: int) -> None:
         """Some file systems report a failed write only here."""
@@ -42,23 +42,31 @@ class FileCalls:
         os.unlink(path)
 
 
-def write_all(calls: FileCalls, fd: int, part: memoryview | bytes, offset: int) -> None:
-    """Write every byte of ``part`` or raise OSError."""
-    rest = memoryview(part)
-    while rest:
-        written = calls.write(fd, rest, offset)
+def write_all(calls: FileCalls, fd: int, parts: list[memoryview], offset: int) -> None:
+    """Write every byte of ``parts``, one behind the other, or raise OSError."""
+    while parts:
+        written = calls.write(fd, parts, offset)
         if written <= 0:
             raise OSError(errno.EIO, f"write returned {written}")
-        rest = rest[written:]
+        parts = _behind(parts, written)
         offset += written
 
 
-def read_all(calls: FileCalls, fd: int, target: memoryview, offset: int) -> bool:
-    """Fill ``target``; False when the file ends before."""
-    while target:
-        count = calls.read(fd, target, offset)
+def read_all(calls: FileCalls, fd: int, targets: list[memoryview], offset: int) -> bool:
+    """Fill ``targets``, one behind the other; False when the file ends before."""
+    while targets:
+        count = calls.read(fd, targets, offset)
         if count == 0:
             return False
-        target = target[count:]
+        targets = _behind(targets, count)
         offset += count
     return True
+
+
+def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of ``parts`` behind their first ``count`` bytes."""
+    for position, part in enumerate(parts):
+        if count < len(part):
+            return [part[count:], *parts[position + 1 :]]
+        count -= len(part)
+    return []

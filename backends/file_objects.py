@@ -16,7 +16,7 @@ from hicache.backends.file_writer import WriterFolder
 from hicache.checksum import payload_hasher
 from hicache.outcome import Outcome
 
-SEGMENT_BYTES = 512 << 10  # hashed while in cache; larger ones leave it, smaller ones cost calls
+SEGMENT_BYTES = 1 << 20  # hashed while in cache; larger ones leave it, smaller ones cost calls
 
 
 class ObjectFiles:
@@ -52,11 +52,14 @@ class ObjectFiles:
     def _write_object(self, fd: int, item: PutItem) -> None:
         raw = item.payload.cast("B")
         hasher = payload_hasher(item.key)
+        is_one_call = len(raw) <= SEGMENT_BYTES
         for start in range(0, len(raw), SEGMENT_BYTES):
             part = raw[start : start + SEGMENT_BYTES]
             hasher.update(part)
-            write_all(self._calls, fd, part, HEADER_BYTES + start)
-        write_all(self._calls, fd, ObjectHeader(item.key, len(raw), hasher.intdigest()).encode(), 0)
+            if not is_one_call:
+                write_all(self._calls, fd, [part], HEADER_BYTES + start)
+        header = memoryview(ObjectHeader(item.key, len(raw), hasher.intdigest()).encode())
+        write_all(self._calls, fd, [header, raw] if is_one_call else [header], 0)
 
     def _publish(self, unfinished: str, path: str) -> None:
         try:
@@ -66,32 +69,33 @@ class ObjectFiles:
             self._calls.rename(unfinished, path)
 
     def read(self, path: str, item: GetItem) -> tuple[Outcome, int]:
-        """Fill the target and verify it; the outcome, and the inode that was read. Raises OSError."""
+        """Fill the target and verify it; the outcome, and the inode of a file that is CORRUPT. Raises OSError."""
         with self._kept_while_reading(path):
             fd = self._calls.open(path)
             try:
-                return self._read_object(fd, item), os.fstat(fd).st_ino
+                outcome = self._read_object(fd, item)
+                return outcome, os.fstat(fd).st_ino if outcome is Outcome.CORRUPT else 0
             finally:
                 with contextlib.suppress(OSError):
                     self._calls.close(fd)
 
     def _read_object(self, fd: int, item: GetItem) -> Outcome:
-        raw = bytearray(HEADER_BYTES)
-        if not read_all(self._calls, fd, memoryview(raw), 0):
-            return Outcome.CORRUPT
-        header = decode_header(raw)
-        if header is None or header.key != item.key or os.fstat(fd).st_size != HEADER_BYTES + header.size_bytes:
-            return Outcome.CORRUPT
+        raw = memoryview(bytearray(HEADER_BYTES))
         target = item.target.cast("B")
+        is_whole = read_all(self._calls, fd, [raw, target[:SEGMENT_BYTES]], 0)
+        header = decode_header(raw)
+        if header is None or header.key != item.key:
+            return Outcome.CORRUPT
         if header.size_bytes != len(target):
-            return Outcome.SIZE_MISMATCH
+            is_whole = os.fstat(fd).st_size == HEADER_BYTES + header.size_bytes
+            return Outcome.SIZE_MISMATCH if is_whole else Outcome.CORRUPT
         hasher = payload_hasher(item.key)
-        for start in range(0, len(target), SEGMENT_BYTES):
+        hasher.update(target[:SEGMENT_BYTES])
+        for start in range(SEGMENT_BYTES, len(target), SEGMENT_BYTES):
             part = target[start : start + SEGMENT_BYTES]
-            if not read_all(self._calls, fd, part, HEADER_BYTES + start):
-                return Outcome.CORRUPT
+            is_whole = is_whole and read_all(self._calls, fd, [part], HEADER_BYTES + start)
             hasher.update(part)
-        return Outcome.OK if hasher.intdigest() == header.checksum else Outcome.CORRUPT
+        return Outcome.OK if is_whole and hasher.intdigest() == header.checksum else Outcome.CORRUPT
 
     @contextlib.contextmanager
     def _kept_while_reading(self, path: str) -> Iterator[None]:

@@ -27,12 +27,10 @@ from hicache.notices import Notices
 from hicache.outcome import Outcome
 
 STORE_KIND = "file"
-STORE_VERSION = 1
+STORE_VERSION = 2
 CAPACITY_BYTES_MIN = 1 << 16
 KEY_LOCKS = 256
-SPARE_SHARE = (
-    8  # one part in so many of the capacity may lie in files to be written again: more than one eviction frees
-)
+SPARE_SHARE = 3  # one part in so many of the capacity may lie in files to be written again: more than one eviction frees
 
 
 class FileBackend:
@@ -105,13 +103,12 @@ class FileBackend:
 
     def _walk(self) -> Iterator[tuple[bytes, os.stat_result]]:
         """Key and stat of every object's file; files that are none of ours are left alone."""
-        for outer in _folders_in(self._objects):
-            for inner in _folders_in(outer):
-                for entry in list(os.scandir(inner)):
-                    key = key_of_name(entry.name)
-                    if key is not None:
-                        with contextlib.suppress(FileNotFoundError):
-                            yield key, entry.stat(follow_symlinks=False)
+        for folder in _folders_in(self._objects):
+            for entry in list(os.scandir(folder)):
+                key = key_of_name(entry.name)
+                if key is not None:
+                    with contextlib.suppress(FileNotFoundError):
+                        yield key, entry.stat(follow_symlinks=False)
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
         """See ``Backend.put``."""
