@@ -13,6 +13,10 @@ class FileCalls:
         """A new file, open for writing."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
+    def claim(self, path: str) -> int:
+        """A new file, to hold a lock on and to write to."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
     def reopen(self, path: str) -> int:
         """An existing file, open for writing over."""
         return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -20,6 +24,10 @@ class FileCalls:
     def open(self, path: str) -> int:
         """An existing file, open for reading."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def open_direct(self, path: str) -> int:
+        """An existing file, to be read past the page cache in whole blocks."""
+        return os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
 
     def write(self, fd: int, parts: list[memoryview], offset: int) -> int:
         """Like pwritev: may write less than asked for."""
@@ -29,6 +37,22 @@ class FileCalls:
         """Like preadv: may read less than asked for, 0 at the end."""
         return os.preadv(fd, targets, offset)
 
+    def read_cached(self, fd: int, targets: list[memoryview], offset: int) -> int:
+        """Like ``read``, of what is in memory. Raises BlockingIOError when nothing at ``offset`` is."""
+        return os.preadv(fd, targets, offset, os.RWF_NOWAIT)
+
+    def sync(self, fd: int) -> None:
+        """The content of a file is on the medium when this returns."""
+        os.fdatasync(fd)
+
+    def sync_folder(self, path: str) -> None:
+        """The names in a folder are on the medium when this returns."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
     def close(self, fd: int) -> None:
         """Some file systems report a failed write only here."""
         os.close(fd)
@@ -36,6 +60,14 @@ class FileCalls:
     def rename(self, source: str, target: str) -> None:
         """Atomic: ``target`` names the old file or the new one, whole."""
         os.rename(source, target)
+
+    def link(self, source: str, target: str) -> None:
+        """Give a file a second name. Raises FileExistsError when that is taken: no two processes get it."""
+        os.link(source, target)
+
+    def make_folder(self, path: str) -> None:
+        """Make a folder, unless it exists."""
+        os.makedirs(path, exist_ok=True)
 
     def remove(self, path: str) -> None:
         """Remove a file's name."""

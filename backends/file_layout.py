@@ -12,7 +12,7 @@ from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX
 
 HEADER_BYTES = 4096  # one block, so that the payload behind it is aligned for direct I/O
 BLOCK_BYTES = 4096
-FAN_OUT = 256  # folders; ext4 takes millions of names in each, and more folders cost a mkdir for each put until all exist
+FAN_OUT = 256  # folders; each takes millions of names on ext4, and until all exist many a put pays for a mkdir
 _HEX_KEY_BYTES_MAX = 127  # a name has at most 255 characters
 _MAGIC = b"HICACHE1"
 _FIXED = struct.Struct("<8sQQQH")  # magic, check, size, checksum, length of the key; then the key
