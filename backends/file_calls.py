@@ -13,6 +13,10 @@ class FileCalls:
         """A new file, open for writing."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
 
+    def claim(self, path: str) -> int:
+        """A new file, to hold a lock on and to write to."""
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+
     def reopen(self, path: str) -> int:
         """An existing file, open for writing over."""
         return os.open(path, os.O_WRONLY | os.O_CLOEXEC)
@@ -21,13 +25,33 @@ class FileCalls:
         """An existing file, open for reading."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
-    def write(self, fd: int, part: memoryview | bytes, offset: int) -> int:
-        """Like pwrite: may write less than asked for."""
-        return os.pwrite(fd, part, offset)
+    def open_direct(self, path: str) -> int:
+        """An existing file, to be read past the page cache in whole blocks."""
+        return os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
 
-    def read(self, fd: int, target: memoryview, offset: int) -> int:
-        """Like pread into ``target``: may read less than asked for, 0 at the end."""
-        return os.preadv(fd, [target], offset)
+    def write(self, fd: int, parts: list[memoryview], offset: int) -> int:
+        """Like pwritev: may write less than asked for."""
+        return os.pwritev(fd, parts, offset)
+
+    def read(self, fd: int, targets: list[memoryview], offset: int) -> int:
+        """Like preadv: may read less than asked for, 0 at the end."""
+        return os.preadv(fd, targets, offset)
+
+    def read_cached(self, fd: int, targets: list[memoryview], offset: int) -> int:
+        """Like ``read``, of what is in memory. Raises BlockingIOError when nothing at ``offset`` is."""
+        return os.preadv(fd, targets, offset, os.RWF_NOWAIT)
+
+    def sync(self, fd: int) -> None:
+        """The content of a file is on the medium when this returns."""
+        os.fdatasync(fd)
+
+    def sync_folder(self, path: str) -> None:
+        """The names in a folder are on the medium when this returns."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
     def close(self, fd: int) -> None:
         """Some file systems report a failed write only here."""
@@ -37,28 +61,44 @@ class FileCalls:
         """Atomic: ``target`` names the old file or the new one, whole."""
         os.rename(source, target)
 
+    def link(self, source: str, target: str) -> None:
+        """Give a file a second name. Raises FileExistsError when that is taken: no two processes get it."""
+        os.link(source, target)
+
+    def make_folder(self, path: str) -> None:
+        """Make a folder, unless it exists."""
+        os.makedirs(path, exist_ok=True)
+
     def remove(self, path: str) -> None:
         """Remove a file's name."""
         os.unlink(path)
 
 
-def write_all(calls: FileCalls, fd: int, part: memoryview | bytes, offset: int) -> None:
-    """Write every byte of ``part`` or raise OSError."""
-    rest = memoryview(part)
-    while rest:
-        written = calls.write(fd, rest, offset)
+def write_all(calls: FileCalls, fd: int, parts: list[memoryview], offset: int) -> None:
+    """Write every byte of ``parts``, one behind the other, or raise OSError."""
+    while parts:
+        written = calls.write(fd, parts, offset)
         if written <= 0:
             raise OSError(errno.EIO, f"write returned {written}")
-        rest = rest[written:]
+        parts = _behind(parts, written)
         offset += written
 
 
-def read_all(calls: FileCalls, fd: int, target: memoryview, offset: int) -> bool:
-    """Fill ``target``; False when the file ends before."""
-    while target:
-        count = calls.read(fd, target, offset)
+def read_all(calls: FileCalls, fd: int, targets: list[memoryview], offset: int) -> bool:
+    """Fill ``targets``, one behind the other; False when the file ends before."""
+    while targets:
+        count = calls.read(fd, targets, offset)
         if count == 0:
             return False
-        target = target[count:]
+        targets = _behind(targets, count)
         offset += count
     return True
+
+
+def _behind(parts: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of ``parts`` behind their first ``count`` bytes."""
+    for position, part in enumerate(parts):
+        if count < len(part):
+            return [part[count:], *parts[position + 1 :]]
+        count -= len(part)
+    return []

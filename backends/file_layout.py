@@ -1,4 +1,4 @@
-"""How an object lies in a file: its name, its place in bounded folders, its header."""
+"""How an object lies in a file: its name, its folder, its header."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX
 
 HEADER_BYTES = 4096  # one block, so that the payload behind it is aligned for direct I/O
 BLOCK_BYTES = 4096
-FAN_OUT = 256  # folders in a folder, two levels deep: 65,536 folders however many objects there are
+FAN_OUT = 256  # folders; each takes millions of names on ext4, and until all exist many a put pays for a mkdir
+_HEX_KEY_BYTES_MAX = 127  # a name has at most 255 characters
 _MAGIC = b"HICACHE1"
 _FIXED = struct.Struct("<8sQQQH")  # magic, check, size, checksum, length of the key; then the key
 
@@ -32,7 +33,7 @@ class ObjectHeader:
         return raw.ljust(HEADER_BYTES, b"\0")
 
 
-def decode_header(raw: bytes | bytearray) -> ObjectHeader | None:
+def decode_header(raw: bytes | memoryview) -> ObjectHeader | None:
     """The header; None when it is damaged, or of another format."""
     if len(raw) != HEADER_BYTES:
         return None
@@ -51,20 +52,19 @@ def stored_bytes_of(size_bytes: int) -> int:
 
 
 def object_path(root: str, key: bytes) -> str:
-    """``root/ab/cd/<key>``: folders by a hash of the key, the name by the key itself so that a scan reads names only.
+    """``root/ab/<key>``: folders by a hash of the key, the name by the key itself so that a scan reads names only."""
+    return f"{root}/{xxhash.xxh3_64_intdigest(key) % FAN_OUT:02x}/{_name_of(key)}"
 
-    Base32 in lower case keeps names apart where case does not count; 128 bytes become 205 characters.
-    """
-    folder = xxhash.xxh3_64_intdigest(key)
-    name = b32encode(key).decode().rstrip("=").lower()
-    return f"{root}/{folder & 0xFF:02x}/{folder >> 8 & 0xFF:02x}/{name}"
+
+def _name_of(key: bytes) -> str:
+    """The key in hexadecimal; too long a one in base32. Both keep names apart where case does not count."""
+    return key.hex() if len(key) <= _HEX_KEY_BYTES_MAX else b32encode(key).decode().rstrip("=").lower()
 
 
 def key_of_name(name: str) -> bytes | None:
     """The key that ``object_path`` made ``name`` of; None for a name that it does not make."""
     try:
-        key = b32decode(name.upper() + "=" * (-len(name) % 8))
+        key = b32decode(name.upper() + "=" * (-len(name) % 8)) if len(name) % 2 else bytes.fromhex(name)
     except ValueError:
         return None
-    is_ours = b32encode(key).decode().rstrip("=").lower() == name
-    return key if is_ours and 1 <= len(key) <= PHYSICAL_KEY_BYTES_MAX else None
+    return key if 1 <= len(key) <= PHYSICAL_KEY_BYTES_MAX and _name_of(key) == name else None

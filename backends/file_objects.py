@@ -10,92 +10,151 @@ from collections.abc import Iterator
 
 from hicache.backends.base import GetItem, PutItem
 from hicache.backends.file_calls import FileCalls, read_all, write_all
+from hicache.backends.file_direct import DirectReader
 from hicache.backends.file_layout import HEADER_BYTES, ObjectHeader, decode_header
 from hicache.backends.file_spares import SpareFiles
 from hicache.backends.file_writer import WriterFolder
 from hicache.checksum import payload_hasher
 from hicache.outcome import Outcome
 
-SEGMENT_BYTES = 512 << 10  # hashed while in cache; larger ones leave it, smaller ones cost calls
+SEGMENT_BYTES = 1 << 20  # hashed while in cache; larger ones leave it, smaller ones cost calls
 
 
 class ObjectFiles:
-    """Thread-safe, except that calls that change one path must not overlap.
+    """Thread-safe, except that calls of this process that change one path must not overlap.
 
-    A file is made in the writer's folder and renamed when it is whole. That of a removed object goes back there, unless
-    somebody reads it just now, and is written again by the next object of its size.
+    A file is made in the writer's folder and gets its name when it is whole. That of a removed object goes back there,
+    unless this process reads it just now, and is written again by the next object of its size. Another process that
+    reads it meanwhile finds bytes that do not verify.
     """
 
-    def __init__(self, calls: FileCalls, writer: WriterFolder, spares: SpareFiles) -> None:
+    def __init__(
+        self,
+        calls: FileCalls,
+        writer: WriterFolder,
+        spares: SpareFiles,
+        *,
+        is_shared: bool = False,
+        is_synced: bool = False,
+        is_direct: bool = False,
+    ) -> None:
+        """``is_shared``: other processes publish, too. ``is_synced``: content is on the medium before it has a name."""
         self._calls = calls
         self._writer = writer
         self._spares = spares
+        self._is_shared = is_shared
+        self._is_synced = is_synced
+        self._direct = DirectReader(calls) if is_direct else None
         self._reading_lock = threading.Lock()
         self._reading: Counter[str] = Counter()
 
     def write(self, path: str, item: PutItem) -> None:
-        """Make the whole file, then give it its name. Raises OSError, and then there is no trace of it."""
+        """Make the whole file, then give it its name. Raises OSError, and then there is no trace of it.
+
+        FileExistsError: another process was faster.
+        """
         spare = self._spares.take(item.payload.nbytes)
         unfinished = spare or self._writer.new_path()
-        fd = self._calls.create(unfinished) if spare is None else self._calls.reopen(unfinished)
         try:
+            fd = self._calls.create(unfinished) if spare is None else self._calls.reopen(unfinished)
             try:
                 self._write_object(fd, item)
+                if self._is_synced:
+                    self._calls.sync(fd)
             finally:
                 self._calls.close(fd)
             self._publish(unfinished, path)
         except BaseException:
-            with contextlib.suppress(OSError):
-                self._calls.remove(unfinished)
+            self.unlink([unfinished])
             raise
 
     def _write_object(self, fd: int, item: PutItem) -> None:
         raw = item.payload.cast("B")
         hasher = payload_hasher(item.key)
+        is_one_call = len(raw) <= SEGMENT_BYTES
         for start in range(0, len(raw), SEGMENT_BYTES):
             part = raw[start : start + SEGMENT_BYTES]
             hasher.update(part)
-            write_all(self._calls, fd, part, HEADER_BYTES + start)
-        write_all(self._calls, fd, ObjectHeader(item.key, len(raw), hasher.intdigest()).encode(), 0)
+            if not is_one_call:
+                write_all(self._calls, fd, [part], HEADER_BYTES + start)
+        header = memoryview(ObjectHeader(item.key, len(raw), hasher.intdigest()).encode())
+        write_all(self._calls, fd, [header, raw] if is_one_call else [header], 0)
 
     def _publish(self, unfinished: str, path: str) -> None:
         try:
-            self._calls.rename(unfinished, path)
+            self._name(unfinished, path)
         except FileNotFoundError:  # the first object of its folder
-            os.makedirs(os.path.dirname(path), exist_ok=True)
+            self._calls.make_folder(os.path.dirname(path))
+            self._name(unfinished, path)
+
+    def _name(self, unfinished: str, path: str) -> None:
+        """A rename would replace what another process has put there meanwhile; a link tells."""
+        if not self._is_shared:
             self._calls.rename(unfinished, path)
+            return
+        self._calls.link(unfinished, path)
+        self.unlink([unfinished])
 
     def read(self, path: str, item: GetItem) -> tuple[Outcome, int]:
-        """Fill the target and verify it; the outcome, and the inode that was read. Raises OSError."""
+        """Fill the target and verify it; the outcome, and the inode of a file that is CORRUPT. Raises OSError."""
         with self._kept_while_reading(path):
             fd = self._calls.open(path)
             try:
-                return self._read_object(fd, item), os.fstat(fd).st_ino
+                outcome = self._read_object(path, fd, item)
+                return outcome, os.fstat(fd).st_ino if outcome is Outcome.CORRUPT else 0
             finally:
-                with contextlib.suppress(OSError):
-                    self._calls.close(fd)
+                self._close(fd)
 
-    def _read_object(self, fd: int, item: GetItem) -> Outcome:
-        raw = bytearray(HEADER_BYTES)
-        if not read_all(self._calls, fd, memoryview(raw), 0):
-            return Outcome.CORRUPT
-        header = decode_header(raw)
-        if header is None or header.key != item.key or os.fstat(fd).st_size != HEADER_BYTES + header.size_bytes:
-            return Outcome.CORRUPT
+    def _read_object(self, path: str, fd: int, item: GetItem) -> Outcome:
+        raw = memoryview(bytearray(HEADER_BYTES))
         target = item.target.cast("B")
+        segments = [target[start : start + SEGMENT_BYTES] for start in range(0, len(target), SEGMENT_BYTES)]
+        is_cold = self._direct is not None and not self._is_cached(fd, raw)
+        ahead = segments if is_cold else segments[:1]
+        is_whole = self._read_cold(path, fd, [raw, *ahead]) if is_cold else read_all(self._calls, fd, [raw, *ahead], 0)
+        header = decode_header(raw)
+        if header is None or header.key != item.key:
+            return Outcome.CORRUPT
         if header.size_bytes != len(target):
-            return Outcome.SIZE_MISMATCH
+            is_whole = os.fstat(fd).st_size == HEADER_BYTES + header.size_bytes
+            return Outcome.SIZE_MISMATCH if is_whole else Outcome.CORRUPT
         hasher = payload_hasher(item.key)
-        for start in range(0, len(target), SEGMENT_BYTES):
-            part = target[start : start + SEGMENT_BYTES]
-            if not read_all(self._calls, fd, part, HEADER_BYTES + start):
-                return Outcome.CORRUPT
-            hasher.update(part)
-        return Outcome.OK if hasher.intdigest() == header.checksum else Outcome.CORRUPT
+        for number, segment in enumerate(segments):
+            if number >= len(ahead):
+                offset = HEADER_BYTES + number * SEGMENT_BYTES
+                is_whole = is_whole and read_all(self._calls, fd, [segment], offset)
+            hasher.update(segment)
+        return Outcome.OK if is_whole and hasher.intdigest() == header.checksum else Outcome.CORRUPT
+
+    def _is_cached(self, fd: int, header: memoryview) -> bool:
+        """Whether the page cache has the beginning of the file; file systems that do not tell count as if it had."""
+        try:
+            self._calls.read_cached(fd, [header], 0)
+        except BlockingIOError:
+            return False
+        except OSError:
+            return True
+        return True
+
+    def _read_cold(self, path: str, fd: int, targets: list[memoryview]) -> bool:
+        """Past the page cache, or through it where the file system does nothing else."""
+        assert self._direct is not None
+        try:
+            direct = self._calls.open_direct(path)
+        except OSError:
+            return read_all(self._calls, fd, targets, 0)
+        try:
+            return self._direct.read_all(direct, targets, 0)
+        finally:
+            self._close(direct)
+
+    def _close(self, fd: int) -> None:
+        with contextlib.suppress(OSError):
+            self._calls.close(fd)
 
     @contextlib.contextmanager
     def _kept_while_reading(self, path: str) -> Iterator[None]:
-        """Until the end, whoever removes the file leaves its bytes alone."""
+        """Until the end, whoever removes the file in this process leaves its bytes alone."""
         with self._reading_lock:
             self._reading[path] += 1
         try:
@@ -112,30 +171,46 @@ class ObjectFiles:
         Raises OSError when it can be neither moved aside nor unlinked.
         """
         try:
-            stat = os.stat(path)
+            aside = self._move_aside(path)
+            stat = os.stat(aside or path)
             if inode is not None and stat.st_ino != inode:
+                self._put_back(aside, path)
                 return None
-            if not self._recycle(path, stat.st_size - HEADER_BYTES):
+            if aside is None:
                 self._calls.remove(path)
         except FileNotFoundError:
             return None
-        return payload_bytes_of(stat.st_size)
+        size_bytes = payload_bytes_of(stat.st_size)
+        if aside is not None:
+            self.unlink(self._spares.add(aside, size_bytes) if size_bytes else [aside])
+        return size_bytes
 
-    def _recycle(self, path: str, size_bytes: int) -> bool:
-        """Move a file aside to be written again; False when it is being read, damaged, or cannot be moved."""
-        if size_bytes <= 0:
-            return False
-        with contextlib.suppress(OSError), self._reading_lock:
+    def _move_aside(self, path: str) -> str | None:
+        """Move a file to where it is written again; None when it is being read, or cannot be moved.
+
+        Of several processes one moves it: the others do not find it any more. Raises FileNotFoundError.
+        """
+        with self._reading_lock:
             if path in self._reading:
-                return False
-            spare = self._writer.new_path()
-            self._calls.rename(path, spare)
-            self.unlink(self._spares.add(spare, size_bytes))
-            return True
-        return False
+                return None
+            try:
+                aside = self._writer.new_path()
+                self._calls.rename(path, aside)
+            except FileNotFoundError:
+                raise
+            except OSError:
+                return None
+            return aside
+
+    def _put_back(self, aside: str | None, path: str) -> None:
+        """It was another file than the one to remove; if there is a third one by now, that one stays."""
+        if aside is not None:
+            with contextlib.suppress(FileExistsError):
+                self._calls.link(aside, path)
+            self.unlink([aside])
 
     def unlink(self, paths: list[str]) -> None:
-        """Remove spare files, as far as that works."""
+        """Remove files of the writer's folder, as far as that works."""
         for path in paths:
             with contextlib.suppress(OSError):
                 self._calls.remove(path)

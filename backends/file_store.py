@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
@@ -14,12 +14,15 @@ import msgspec
 import xxhash
 
 from hicache.backends.base import GetItem, PutItem, StoredObject, Usage, is_storable_key
+from hicache.backends.file_accounts import Accounts, Counts
 from hicache.backends.file_calls import FileCalls
+from hicache.backends.file_direct import wins
 from hicache.backends.file_layout import key_of_name, object_path, stored_bytes_of
 from hicache.backends.file_objects import ObjectFiles, payload_bytes_of
+from hicache.backends.file_settings import FileSettings
 from hicache.backends.file_spares import SpareFiles
 from hicache.backends.file_writer import WriterFolder, remove_dead_writers
-from hicache.backends.lock import DirectoryLock
+from hicache.backends.lock import DirectoryLock, opening_alone
 from hicache.backends.marker import current_boot_id, new_marker, read_marker, write_marker
 from hicache.backends.space import OUT_OF_SPACE_ERRNOS, free_bytes, total_bytes
 from hicache.errors import BackendError, ConfigError
@@ -27,52 +30,53 @@ from hicache.notices import Notices
 from hicache.outcome import Outcome
 
 STORE_KIND = "file"
-STORE_VERSION = 1
+STORE_VERSION = 2
 CAPACITY_BYTES_MIN = 1 << 16
 KEY_LOCKS = 256
-SPARE_SHARE = (
-    8  # one part in so many of the capacity may lie in files to be written again: more than one eviction frees
-)
+SPARE_SHARE = 3  # one part in so many of the capacity may lie in spare files: more than evictions at a time free
 
 
 class FileBackend:
     """Implements ``Backend``. Open it with ``FileBackend.open``.
 
-    A file is made in the writer's own folder and renamed to its final name when it is whole, so a name means a complete
-    object; a kill leaves an unfinished file that the next opener removes. Nothing is synced: after a power loss files
-    may be cut short or hold old bytes, which the checksum finds when they are read.
+    A file is made in the writer's own folder and gets its final name when it is whole, so a name means a complete
+    object; a kill leaves an unfinished file that the next opener removes. Unless ``fsync`` is set nothing is synced:
+    after a power loss files may be cut short or hold old bytes, which the checksum finds when they are read.
     """
 
     name = "file"
 
     def __init__(
-        self,
-        directory: Path,
-        lock: DirectoryLock,
-        *,
-        capacity_bytes: int,
-        calls: FileCalls,
+        self, directory: Path, lock: DirectoryLock, *, capacity_bytes: int, settings: FileSettings, calls: FileCalls
     ) -> None:
-        self._directory = directory
+        self.directory = directory
+        self.settings = settings
         self._pid = os.getpid()
         self._objects = str(directory / "objects")
         self._lock = lock
-        self._capacity_bytes = capacity_bytes
+        self._calls = calls
         self._notices = Notices(logging.getLogger(__name__))
         self._key_locks = [threading.Lock() for _ in range(KEY_LOCKS)]
-        self._counts_lock = threading.Lock()
-        self._objects_count = self._payload_bytes = self._stored_bytes = self._reserved_bytes = 0
         self._is_closed = False
-        marker = read_marker(directory, kind=STORE_KIND, version=STORE_VERSION)
-        marker = marker or new_marker(STORE_KIND, STORE_VERSION)
-        write_marker(directory, msgspec.structs.replace(marker, boot_id=current_boot_id(), is_clean=False))
+        self._first_walk: list[StoredObject] | None = None  # until the first scan, or the first change
+        with opening_alone(directory) if settings.shared else contextlib.nullcontext():
+            marker = read_marker(directory, kind=STORE_KIND, version=STORE_VERSION)
+            marker = marker or new_marker(STORE_KIND, STORE_VERSION)
+            write_marker(directory, msgspec.structs.replace(marker, boot_id=current_boot_id(), is_clean=False))
+            os.makedirs(self._objects, exist_ok=True)
         self.store_id = bytes.fromhex(marker.store_id)
-        os.makedirs(self._objects, exist_ok=True)
         self.orphans_removed = remove_dead_writers(directory / "unfinished")
-        self._count_everything()
-        self._writer = WriterFolder(directory / "unfinished")
-        self._spares = SpareFiles(capacity_bytes // SPARE_SHARE)
-        self._files = ObjectFiles(calls, self._writer, self._spares)
+        self.writer = WriterFolder(directory / "unfinished", calls)
+        self.spares = SpareFiles(capacity_bytes // SPARE_SHARE)
+        self.accounts = Accounts(capacity_bytes)
+        self._files = ObjectFiles(
+            calls,
+            self.writer,
+            self.spares,
+            is_shared=settings.shared,
+            is_synced=settings.fsync,
+            is_direct=wins(directory, setting=settings.direct, capacity_bytes=capacity_bytes, notices=self._notices),
+        )
 
     @classmethod
     def open(
@@ -80,72 +84,123 @@ class FileBackend:
         directory: Path,
         *,
         capacity_bytes: int,
+        settings: FileSettings | None = None,
         calls: FileCalls | None = None,
     ) -> Self:
-        """Open the store in ``directory``, or make one there.
+        """Open the store in ``directory``, or make one there. For one with ``shared``, see ``SharedFileBackend``.
 
         Raises StorageInUse, ConfigError (a foreign directory, or a capacity that is too small), BackendError.
         """
         if capacity_bytes < CAPACITY_BYTES_MIN:
             raise ConfigError("capacity_bytes", capacity_bytes, f"at least {CAPACITY_BYTES_MIN}")
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        lock = DirectoryLock(directory)
+        settings = settings or FileSettings()
+        lock = DirectoryLock(directory, is_shared=settings.shared)
         try:
             _require_possible(directory, capacity_bytes)
-            return cls(directory, lock, capacity_bytes=capacity_bytes, calls=calls or FileCalls())
+            backend = cls(directory, lock, capacity_bytes=capacity_bytes, settings=settings, calls=calls or FileCalls())
+            if not settings.shared:
+                backend._first_walk = list(backend._walk())
+                backend.accounts.settle(_counts_of(backend._first_walk), Counts())
+            return backend
         except BaseException:
             lock.release()
             raise
 
-    def _count_everything(self) -> None:
-        for _, stat in self._walk():
-            self._objects_count += 1
-            self._payload_bytes += payload_bytes_of(stat.st_size)
-            self._stored_bytes += stored_bytes_of(payload_bytes_of(stat.st_size))
+    def count(self) -> Counts:
+        """What a walk over all files finds; takes seconds for a million."""
+        return _counts_of(self._walk())
 
-    def _walk(self) -> Iterator[tuple[bytes, os.stat_result]]:
-        """Key and stat of every object's file; files that are none of ours are left alone."""
-        for outer in _folders_in(self._objects):
-            for inner in _folders_in(outer):
-                for entry in list(os.scandir(inner)):
-                    key = key_of_name(entry.name)
-                    if key is not None:
-                        with contextlib.suppress(FileNotFoundError):
-                            yield key, entry.stat(follow_symlinks=False)
+    def _walk(self) -> Iterator[StoredObject]:
+        """Every object; files that are none of ours are left alone."""
+        for folder in self.folders():
+            for key, stat in self.in_folder(folder):
+                yield StoredObject(key, payload_bytes_of(stat.st_size), stat.st_mtime)
+
+    def folders(self) -> list[str]:
+        """Those that hold objects."""
+        with os.scandir(self._objects) as entries:
+            return sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
+
+    def in_folder(self, folder: str) -> Iterator[tuple[bytes, os.stat_result]]:
+        """Key and stat of every object's file in one of them. One stat a file, and none is opened."""
+        with os.scandir(folder) as entries:
+            found = list(entries)
+        for entry in found:
+            key = key_of_name(entry.name)
+            if key is None:
+                continue
+            try:
+                stat = entry.stat(follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            yield key, stat
+
+    def path_of(self, key: bytes) -> str:
+        """The name of an object's file."""
+        return object_path(self._objects, key)
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
         """See ``Backend.put``."""
         self._require_open()
-        return [self._put_one(item) for item in items]
+        self._first_walk = None
+        outcomes = [self._put_one(item) for item in items]
+        if self.settings.fsync:
+            self._sync_names([item.key for item in items], outcomes, undo=self._delete_one)
+        return outcomes
 
     def _put_one(self, item: PutItem) -> Outcome:
         size_bytes = item.payload.nbytes
         if not is_storable_key(item.key) or size_bytes == 0:
             return Outcome.REFUSED
-        path = object_path(self._objects, item.key)
+        path = self.path_of(item.key)
         stored_bytes = stored_bytes_of(size_bytes)
-        with self._key_held(item.key):
+        with self._lock_of(item.key):
+            self._require_open()
             if os.path.exists(path):
                 return Outcome.EXISTS
             if not self._reserve(stored_bytes):
                 return Outcome.NO_SPACE
             try:
                 self._write(path, item)
+            except FileExistsError:
+                return Outcome.EXISTS
             except OSError as error:
                 self._notices.warning("put", "a put failed: %s", error)
-                return Outcome.NO_SPACE if error.errno in OUT_OF_SPACE_ERRNOS else Outcome.IO_ERROR
+                return _outcome_of(error)
             else:
-                self._account(objects=1, payload_bytes=size_bytes, stored_bytes=stored_bytes)
+                self.accounts.add(Counts(1, size_bytes, stored_bytes))
                 return Outcome.OK
             finally:
-                self._unreserve(stored_bytes)
+                self.accounts.unreserve(stored_bytes)
+
+    def _sync_names(
+        self, keys: Sequence[bytes], outcomes: list[Outcome], *, undo: Callable[[bytes], Outcome] | None = None
+    ) -> None:
+        """Each folder once for the whole batch: the first commits all of them, so that the others find little to do.
+
+        What cannot be synced is NO_SPACE or IO_ERROR, after ``undo``.
+        """
+        changed: dict[str, list[int]] = {}
+        for position, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):
+            if outcome is Outcome.OK:
+                changed.setdefault(os.path.dirname(self.path_of(key)), []).append(position)
+        for folder, positions in changed.items():
+            try:
+                self._calls.sync_folder(folder)
+            except OSError as error:
+                self._notices.warning("sync", "a folder could not be synced: %s", error)
+                for position in positions:
+                    outcomes[position] = _outcome_of(error)
+                    if undo is not None:
+                        undo(keys[position])
 
     def _write(self, path: str, item: PutItem) -> None:
         """Write a file; once more without the spare ones when the disk is full."""
         try:
             self._files.write(path, item)
         except OSError as error:
-            spares = self._spares.give_up()
+            spares = self.spares.give_up()
             if error.errno not in OUT_OF_SPACE_ERRNOS or not spares:
                 raise
             self._files.unlink(spares)
@@ -159,9 +214,11 @@ class FileBackend:
     def _get_one(self, item: GetItem) -> Outcome:
         if not is_storable_key(item.key):
             return Outcome.ABSENT
-        path = object_path(self._objects, item.key)
+        path = self.path_of(item.key)
         try:
             outcome, inode = self._files.read(path, item)
+            if outcome is Outcome.CORRUPT and self.settings.shared:  # or written again while it was read
+                outcome, inode = self._files.read(path, item)
         except FileNotFoundError:
             return Outcome.ABSENT
         except OSError as error:
@@ -169,12 +226,14 @@ class FileBackend:
             return Outcome.IO_ERROR
         if outcome is Outcome.CORRUPT:
             self._notices.warning("corrupt", "dropped an object that did not verify")
-            with self._key_held(item.key):
+            with self._lock_of(item.key):
+                self._require_open()
                 self._remove(path, inode=inode)  # unless another file has taken the name meanwhile
         return outcome
 
     def _remove(self, path: str, *, inode: int | None = None) -> Outcome:
         """Remove an object's file and give its space back; the caller holds the key."""
+        self._first_walk = None
         try:
             payload_bytes = self._files.remove(path, inode=inode)
         except OSError as error:
@@ -182,43 +241,47 @@ class FileBackend:
             return Outcome.IO_ERROR
         if payload_bytes is None:
             return Outcome.ABSENT
-        self._account(objects=-1, payload_bytes=-payload_bytes, stored_bytes=-stored_bytes_of(payload_bytes))
+        self.accounts.add(Counts(-1, -payload_bytes, -stored_bytes_of(payload_bytes)))
         return Outcome.OK
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See ``Backend.contains``."""
         self._require_open()
-        return [is_storable_key(key) and os.path.exists(object_path(self._objects, key)) for key in keys]
+        return [is_storable_key(key) and os.path.exists(self.path_of(key)) for key in keys]
 
     def delete(self, keys: Sequence[bytes]) -> list[Outcome]:
         """See ``Backend.delete``."""
         self._require_open()
-        return [self._delete_one(key) for key in keys]
+        outcomes = [self._delete_one(key) for key in keys]
+        if self.settings.fsync:
+            self._sync_names(keys, outcomes)
+        return outcomes
 
     def _delete_one(self, key: bytes) -> Outcome:
         if not is_storable_key(key):
             return Outcome.ABSENT
-        with self._key_held(key):
-            return self._remove(object_path(self._objects, key))
+        with self._lock_of(key):
+            self._require_open()
+            return self._remove(self.path_of(key))
 
     def touch(self, used: Sequence[tuple[bytes, float]]) -> None:
         """See ``Backend.touch``: the time of use is the file's modification time."""
         self._require_open()
+        self._first_walk = None
         for key, used_at_s in used:
             if is_storable_key(key):
                 with contextlib.suppress(OSError):
-                    os.utime(object_path(self._objects, key), (used_at_s, used_at_s))
+                    os.utime(self.path_of(key), (used_at_s, used_at_s))
 
     def scan(self) -> Iterator[StoredObject]:
         """See ``Backend.scan``. Names and sizes only: what a file holds is verified when it is read."""
         self._require_open()
-        for key, stat in self._walk():
-            yield StoredObject(key, payload_bytes_of(stat.st_size), stat.st_mtime)
+        found, self._first_walk = self._first_walk, None
+        yield from found if found is not None else self._walk()
 
     def usage(self) -> Usage:
         """See ``Backend.usage``."""
-        with self._counts_lock:
-            return Usage(self._objects_count, self._payload_bytes, self._stored_bytes, self._capacity_bytes)
+        return self.accounts.usage()
 
     def stored_bytes(self, size_bytes: int) -> int:
         """See ``Backend.stored_bytes``."""
@@ -226,7 +289,7 @@ class FileBackend:
 
     def free_bytes(self) -> int | None:
         """See ``Backend.free_bytes``."""
-        return free_bytes(self._directory) + self._spares.total_bytes
+        return free_bytes(self.directory) + self.spares.total_bytes
 
     def resize(self, capacity_bytes: int, *, floor_bytes: int) -> None:
         """See ``Backend.resize``. Files take space as they come, so this is a number."""
@@ -247,15 +310,12 @@ class FileBackend:
                 stack.enter_context(lock)
             if not self._is_closed:
                 self._is_closed = True
-                self._writer.close()
+                self.writer.close()
                 self._lock.release()
 
-    @contextlib.contextmanager
-    def _key_held(self, key: bytes) -> Iterator[None]:
-        """Nobody else changes the file of this key, and the store stays open."""
-        with self._key_locks[xxhash.xxh3_64_intdigest(key) % KEY_LOCKS]:
-            self._require_open()
-            yield
+    def _lock_of(self, key: bytes) -> threading.Lock:
+        """Whoever holds it is the only one in this process that changes the file of this key; ``close`` takes all."""
+        return self._key_locks[xxhash.xxh3_64_intdigest(key) % KEY_LOCKS]
 
     def _require_open(self) -> None:
         if self._is_closed:
@@ -263,24 +323,21 @@ class FileBackend:
 
     def _reserve(self, stored_bytes: int) -> bool:
         """Set space aside; spare files give way to it."""
-        with self._counts_lock:
-            left_bytes = self._capacity_bytes - self._stored_bytes - self._reserved_bytes - stored_bytes
-            if left_bytes < 0:
-                return False
-            self._reserved_bytes += stored_bytes
-        if self._spares.total_bytes > left_bytes:
-            self._files.unlink(self._spares.give_up(left_bytes))
+        left_bytes = self.accounts.reserve(stored_bytes)
+        if left_bytes is None:
+            return False
+        if self.spares.total_bytes > left_bytes:
+            self._files.unlink(self.spares.give_up(left_bytes))
         return True
 
-    def _unreserve(self, stored_bytes: int) -> None:
-        with self._counts_lock:
-            self._reserved_bytes -= stored_bytes
 
-    def _account(self, *, objects: int, payload_bytes: int, stored_bytes: int) -> None:
-        with self._counts_lock:
-            self._objects_count += objects
-            self._payload_bytes += payload_bytes
-            self._stored_bytes += stored_bytes
+def _counts_of(found: Iterable[StoredObject]) -> Counts:
+    sizes = [stored.size_bytes for stored in found]
+    return Counts(len(sizes), sum(sizes), sum(map(stored_bytes_of, sizes)))
+
+
+def _outcome_of(error: OSError) -> Outcome:
+    return Outcome.NO_SPACE if error.errno in OUT_OF_SPACE_ERRNOS else Outcome.IO_ERROR
 
 
 def _require_possible(directory: Path, capacity_bytes: int) -> None:
@@ -294,8 +351,3 @@ def _require_possible(directory: Path, capacity_bytes: int) -> None:
             f"at most {total}, the size of the file system of {directory}; lower capacity_bytes, or choose another path"
         )
         raise ConfigError("capacity_bytes", capacity_bytes, expected)
-
-
-def _folders_in(path: str) -> list[str]:
-    with os.scandir(path) as entries:
-        return sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))

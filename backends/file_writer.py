@@ -1,4 +1,4 @@
-"""The folder in which one writer makes its files, and the removal of what dead writers left in theirs."""
+"""The folder in which one writer makes its files, what it tells the others, and the removal of what the dead left."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ import itertools
 import os
 import secrets
 import shutil
+import struct
 import threading
 from pathlib import Path
 
+from hicache.backends.file_accounts import Counts
+from hicache.backends.file_calls import FileCalls
 from hicache.backends.forks import forget, keep_from_children
 from hicache.backends.lock import names_file
 
-_ALIVE_SUFFIX = ".alive"
+ALIVE_SUFFIX = ".alive"
+_REPORT = struct.Struct("<qqqq")  # objects, payload and stored bytes added less removed; bytes in spare files
 
 
 class WriterFolder:
@@ -22,10 +26,13 @@ class WriterFolder:
     The kernel drops the lock with the process, however it dies: that proves that nobody will finish its files. The
     lock exists before the folder does, so there is no moment at which a live writer's folder looks dead. A forked child
     keeps neither the lock nor anything else of this folder.
+
+    Over NFS the lock works between machines unless the mount has ``nolock`` or ``local_lock``.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, calls: FileCalls) -> None:
         """Makes nothing yet: a store opens on a full disk too."""
+        self._calls = calls
         self._root = root
         self._pid = os.getpid()
         self._lock = threading.Lock()
@@ -41,17 +48,39 @@ class WriterFolder:
                 self._make()
         return f"{self._folder}/{next(self._numbers)}"
 
+    @property
+    def alive_name(self) -> str:
+        """The name of its lock file; empty before it has one."""
+        return self._alive.name if self._fd is not None else ""
+
+    def report(self, changes: Counts, spare_bytes: int) -> None:
+        """Tell the other writers what this one has changed so far. Raises OSError."""
+        with self._lock:
+            if self._fd is None:
+                self._make()
+            assert self._fd is not None
+            os.pwrite(self._fd, _REPORT.pack(*changes, spare_bytes), 0)
+
     def _make(self) -> None:
-        self._root.mkdir(exist_ok=True)
-        fd, alive = _claim_name(self._root)
+        self._calls.make_folder(str(self._root))
+        fd, alive = self._claim_name()
         try:
-            alive.with_suffix("").mkdir()
+            self._calls.make_folder(str(alive.with_suffix("")))
         except OSError:
             alive.unlink(missing_ok=True)
             os.close(fd)
             raise
         keep_from_children(fd)
         self._fd, self._alive, self._folder = fd, alive, alive.with_suffix("")
+
+    def _claim_name(self) -> tuple[int, Path]:
+        while True:
+            alive = self._root / f"{os.getpid()}-{secrets.token_hex(4)}{ALIVE_SUFFIX}"
+            fd = self._calls.claim(str(alive))
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            if names_file(alive, fd):  # nobody took it for a dead one before it was locked
+                return fd, alive
+            os.close(fd)
 
     def close(self) -> None:
         """Remove the folder with whatever is in it. Idempotent."""
@@ -63,38 +92,45 @@ class WriterFolder:
             self._fd = None
 
 
-def _claim_name(root: Path) -> tuple[int, Path]:
-    while True:
-        alive = root / f"{os.getpid()}-{secrets.token_hex(4)}{_ALIVE_SUFFIX}"
-        fd = os.open(alive, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        if names_file(alive, fd):  # nobody took it for a dead one before it was locked
-            return fd, alive
-        os.close(fd)
+def read_report(alive: Path) -> tuple[Counts, int]:
+    """What a writer has changed so far, and its spare bytes: nothing, when it has not said. Raises OSError."""
+    raw = alive.read_bytes()
+    if len(raw) < _REPORT.size:
+        return Counts(), 0
+    *changes, spare_bytes = _REPORT.unpack_from(raw)
+    return Counts(*changes), spare_bytes
 
 
 def remove_dead_writers(root: Path) -> int:
-    """Remove the folders of writers that are no more; returns how many unfinished files that were."""
+    """Remove the folders of writers that are no more; returns how many unfinished files that were.
+
+    Several processes may do that at the same time, while others write.
+    """
     if not root.exists():
         return 0
-    removed = 0
-    for alive in sorted(root.glob(f"*{_ALIVE_SUFFIX}")):
+    return sum(_remove_if_dead(alive) for alive in sorted(root.glob(f"*{ALIVE_SUFFIX}")))
+
+
+def _remove_if_dead(alive: Path) -> int:
+    try:
         fd = os.open(alive, os.O_RDWR | os.O_CLOEXEC)
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            continue
-        else:
-            removed += _remove_folder(alive.with_suffix(""))
-            alive.unlink(missing_ok=True)
-        finally:
-            os.close(fd)
+    except FileNotFoundError:
+        return 0
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        removed = _remove_folder(alive.with_suffix(""))
+        alive.unlink(missing_ok=True)
+    except BlockingIOError:
+        return 0
+    finally:
+        os.close(fd)
     return removed
 
 
 def _remove_folder(folder: Path) -> int:
+    """The files in it are counted as they go: a name may belong to an object, too, whose other name stays."""
     if not folder.exists():
         return 0
     count = sum(1 for _ in os.scandir(folder))
-    shutil.rmtree(folder)
+    shutil.rmtree(folder, ignore_errors=True)
     return count

@@ -1,16 +1,18 @@
-"""Ownership of a directory by one live process."""
+"""Ownership of a directory by one live process, or by several that share it."""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 from hicache.backends.forks import forget, keep_from_children
 from hicache.errors import StorageInUse
 
 LOCK_NAME = "hicache.lock"
+OPENING_NAME = "hicache.opening"
 _HOLDER_BYTES_MAX = 4096
 
 
@@ -22,8 +24,9 @@ class DirectoryLock:
     holds nothing, and has nothing to release.
     """
 
-    def __init__(self, directory: Path) -> None:
-        """Raises StorageInUse naming the holder's pid and command."""
+    def __init__(self, directory: Path, *, is_shared: bool = False) -> None:
+        """Alone, or with others that share it. Raises StorageInUse naming a holder's pid and command."""
+        self._mode = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
         self._path = directory / LOCK_NAME
         self._pid = os.getpid()
         self._fd: int | None = self._acquire(directory)
@@ -32,7 +35,7 @@ class DirectoryLock:
         while True:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                fcntl.flock(fd, self._mode | fcntl.LOCK_NB)
             except BlockingIOError as error:
                 holder = os.pread(fd, _HOLDER_BYTES_MAX, 0).decode(errors="replace").strip()
                 os.close(fd)
@@ -53,6 +56,19 @@ class DirectoryLock:
             forget(self._fd)
             os.close(self._fd)
             self._fd = None
+
+
+@contextlib.contextmanager
+def opening_alone(directory: Path) -> Iterator[None]:
+    """Of those that share a directory, one at a time; waits for the others."""
+    fd = os.open(directory / OPENING_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    keep_from_children(fd)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        forget(fd)
+        os.close(fd)
 
 
 def _name_holder(fd: int) -> None:

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import msgspec
 
-from hicache.backends.lock import LOCK_NAME
+from hicache.backends.lock import LOCK_NAME, OPENING_NAME
 from hicache.errors import ConfigError
 
 MARKER_NAME = "hicache.store"
 MARKER_BYTES = 512
 STORE_ID_BYTES = 16
-_NOT_CONTENT = frozenset({LOCK_NAME, MARKER_NAME, MARKER_NAME + ".tmp", "lost+found"})
+_NOT_CONTENT = frozenset({LOCK_NAME, OPENING_NAME, MARKER_NAME, MARKER_NAME + ".tmp", "lost+found"})
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from hicache.backends.base import Backend
+from hicache.backends.file_settings import FileSettings, parse_query
 from hicache.backends.shared_store import SharedBackend, SharedStore
 from hicache.backends.space import require_floor
 from hicache.backends.store import FREE_SPACE_FLOOR_BYTES, ObjectStore
@@ -30,8 +31,13 @@ def open_store(
 
     Raises what ``open_backend`` raises, and ConfigError for limits that contradict each other.
     """
-    if url.startswith(MOONCAKE_PREFIX):
-        shared = _open_mooncake(url)
+    shared = _open_shared(
+        url,
+        capacity_bytes=capacity_bytes,
+        floor_bytes=free_space_floor_bytes,
+        watermarks=(low_watermark, high_watermark),
+    )
+    if shared is not None:
         try:
             return SharedStore(shared, object_bytes_max=object_bytes_max)
         except BaseException:
@@ -60,34 +66,65 @@ def open_backend(url: str, *, capacity_bytes: int, free_space_floor_bytes: int =
     ConfigError for anything that stops start-up (unknown scheme, foreign directory, no room), StorageInUse when another
     process, or this one, has it open, BackendError when the store cannot be read.
     """
-    if url.startswith(MOONCAKE_PREFIX):
-        return _open_mooncake(url)
-    scheme, separator, path = url.partition("://")
+    shared = _open_shared(url, capacity_bytes=capacity_bytes, floor_bytes=free_space_floor_bytes)
+    if shared is not None:
+        return shared
+    scheme, directory, settings = _parse(url)
+    try:
+        return _open(scheme, directory, settings, capacity_bytes, free_space_floor_bytes)
+    except OSError as error:
+        raise _not_writable(directory, error) from error
+
+
+def _parse(url: str) -> tuple[str, Path, FileSettings]:
+    """Scheme, directory, and settings for files."""
+    scheme, separator, rest = url.partition("://")
     if not separator or scheme not in BACKEND_SCHEMES:
         expected = " or ".join(f"{name}:///absolute/path" for name in BACKEND_SCHEMES)
         raise ConfigError("backend", url, f"{expected} or {MOONCAKE_PREFIX}host:port")
-    if not path.startswith("/") or "?" in path or "#" in path:
+    path, mark, query = rest.partition("?")
+    if not path.startswith("/") or "#" in rest or (mark and scheme != "file"):
         raise ConfigError("backend", url, f"{scheme}:// followed by an absolute path without ? and #")
-    try:
-        return _open(scheme, Path(path), capacity_bytes, free_space_floor_bytes)
-    except OSError as error:
-        raise ConfigError("path", path, f"a directory that can be written ({error})") from error
+    return scheme, Path(path), parse_query(query)
 
 
-def _open(scheme: str, directory: Path, capacity_bytes: int, floor_bytes: int) -> Backend:
+def _open(scheme: str, directory: Path, settings: FileSettings, capacity_bytes: int, floor_bytes: int) -> Backend:
     if scheme == "lmdb":
         from hicache.backends.lmdb_store import LmdbBackend
 
         return LmdbBackend.open(directory, capacity_bytes=capacity_bytes, floor_bytes=floor_bytes)
     from hicache.backends.file_store import FileBackend
 
-    backend = FileBackend.open(directory, capacity_bytes=capacity_bytes)
+    backend = FileBackend.open(directory, capacity_bytes=capacity_bytes, settings=settings)
     try:
         require_floor(directory, floor_bytes)
     except BaseException:
         backend.close()
         raise
     return backend
+
+
+def _open_shared(
+    url: str, *, capacity_bytes: int, floor_bytes: int, watermarks: tuple[float, float] = (0.90, 0.95)
+) -> SharedBackend | None:
+    """A backend that others use, too: a Mooncake store, or a folder; None for all else."""
+    if url.startswith(MOONCAKE_PREFIX):
+        return _open_mooncake(url)
+    _, directory, settings = _parse(url)
+    if not settings.shared:
+        return None
+    from hicache.backends.file_shared import SharedFileBackend
+
+    try:
+        return SharedFileBackend.open(
+            directory, capacity_bytes=capacity_bytes, settings=settings, watermarks=watermarks, floor_bytes=floor_bytes
+        )
+    except OSError as error:
+        raise _not_writable(directory, error) from error
+
+
+def _not_writable(directory: Path, error: OSError) -> ConfigError:
+    return ConfigError("path", str(directory), f"a directory that can be written ({error})")
 
 
 def _open_mooncake(url: str) -> SharedBackend:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
+from hicache.backends.file_settings import DIRECT_READS, FileSettings
 from hicache.backends.mooncake_settings import PROTOCOLS, STAGING_BYTES, MooncakeSettings
 from hicache.backends.tenant_limits import PIN_SHARE, PINNED_OBJECTS_MAX
 from hicache.daemon.settings import (
@@ -21,6 +22,7 @@ from hicache.daemon.settings import (
     count,
     file_mode,
     file_path,
+    flag,
     number,
     parse_address,
     parse_tcp,
@@ -78,6 +80,9 @@ class DaemonConfig:
     objects_max: int = _setting(
         0, count(0, 1 << 30), "most objects, 120 bytes of memory each; 0: what the capacity holds, 2^24 at most"
     )
+    file_shared: bool = _setting(False, flag, "several daemons use the directory of the file backend at a time")
+    file_fsync: bool = _setting(False, flag, "the file backend acknowledges what is on the medium only")
+    file_direct: str = _setting("auto", choice(*DIRECT_READS), "whether the file backend reads past the page cache")
     mooncake_master: str = _setting("", remote_address, "host:port of the Mooncake master; needed for mooncake")
     mooncake_metrics: str = _setting("", remote_address, "host:port of its HTTP; empty: port 9003 of the same host")
     mooncake_replicas: int = _setting(1, count(1, 64), "copies of each object, on different nodes")
@@ -167,8 +172,11 @@ class DaemonConfig:
     @property
     def backend_url(self) -> str:
         """The address that ``open_backend`` takes."""
-        if self.backend != "mooncake":
-            return f"{self.backend}://{self.path}"
+        if self.backend == "lmdb":
+            return f"lmdb://{self.path}"
+        if self.backend == "file":
+            settings = FileSettings(shared=self.file_shared, fsync=self.file_fsync, direct=self.file_direct)
+            return settings.url(self.path)
         return MooncakeSettings(
             self.mooncake_master,
             metrics=self.mooncake_metrics,

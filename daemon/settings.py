@@ -57,6 +57,14 @@ def choice(*allowed: str) -> Parser:
     return parse
 
 
+def flag(name: str, value: object) -> bool:
+    """Yes or no: a boolean, or ``true`` and ``false`` as text."""
+    known = {True: True, False: False, "true": True, "false": False}
+    if not isinstance(value, bool | str) or value not in known:
+        raise ConfigError(name, value, "true or false")
+    return known[value]
+
+
 def file_path(name: str, value: object) -> str:
     """A path, made absolute; empty stays empty."""
     path = text(name, value)

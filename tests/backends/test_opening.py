@@ -51,7 +51,7 @@ def test_a_path_that_cannot_be_a_directory_is_a_config_error(tmp_path: Path) -> 
 
 def test_a_store_of_another_kind_is_refused_and_kept(tmp_path: Path) -> None:
     open_backend(f"file://{tmp_path}", capacity_bytes=8 * MIB).close()
-    with pytest.raises(ConfigError, match="of kind lmdb version 2, but it is file version 1"):
+    with pytest.raises(ConfigError, match="of kind lmdb version 2, but it is file version 2"):
         open_backend(f"lmdb://{tmp_path}", capacity_bytes=8 * MIB)
     open_backend(f"file://{tmp_path}", capacity_bytes=8 * MIB).close()
 

@@ -187,3 +187,15 @@ def test_printed_settings_are_read_back_to_equal_ones(tmp_path_factory: Any, tex
 def test_a_ready_file_that_cannot_be_written_is_refused_before_anything_is_opened(folder: Path, place: str) -> None:
     with pytest.raises(ConfigError, match="ready_file"):
         load(folder, ready_file=str(folder / place))
+
+
+def test_the_settings_of_files_are_in_the_url_of_the_backend(tmp_path: Path) -> None:
+    path = tmp_path / "store"
+    assert load(tmp_path, backend="file").backend_url == f"file://{path}"
+    assert load(tmp_path, backend="lmdb", file_shared=True).backend_url == f"lmdb://{path}"
+    config = load_toml(tmp_path, 'backend = "file"\nfile_shared = true\nfile_fsync = true\nfile_direct = "off"')
+    assert config.backend_url == f"file://{path}?shared=1&fsync=1&direct=off"
+    assert load(tmp_path, backend="file", file_fsync="true").file_fsync
+    for value in ("yes", 1, None):
+        with pytest.raises(ConfigError, match="true or false"):
+            load(tmp_path, file_shared=value if value is not None else "")

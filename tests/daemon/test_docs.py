@@ -41,7 +41,8 @@ def test_every_setting_is_documented_with_its_default() -> None:
     for name, (default, _) in documented.items():
         value = getattr(defaults, name)
         shown = "" if default == "(none)" else default.strip("`")
-        assert shown == str(value) or ((name.endswith("_bytes") or "bytes" in name) and size(0)(name, shown) == value)
+        written = str(value).lower() if isinstance(value, bool) else str(value)  # as in TOML
+        assert shown == written or ((name.endswith("_bytes") or "bytes" in name) and size(0)(name, shown) == value)
 
 
 def test_every_refusal_is_documented_with_its_status() -> None:

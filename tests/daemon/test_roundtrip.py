@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -119,3 +120,23 @@ def test_two_attached_regions_are_told_apart(client: Client, memory: Memory) -> 
         assert first != second
         assert other.bytes[7:12] == b"bytes"
         assert memory.bytes[7:12] == bytes(5)
+
+
+def test_what_one_of_two_daemons_on_a_folder_stores_the_other_serves(start: Start, folder: Path) -> None:
+    keys = [object_key(number) for number in range(4)]
+    shared = {"backend": "file", "file_shared": "true", "path": str(folder / "shared")}
+    first = start(**shared)
+    second = start(**shared, socket=str(folder / "2.sock"), ready_file=str(folder / "2.json"))
+    with Client(first.target) as writer, Client(second.target) as reader:
+        assert reader.lookup(keys)[0] == [Outcome.ABSENT] * 4
+        assert writer.put_stream(keys, [payload_of(number, PAGE) for number in range(4)]) == [Outcome.OK] * 4
+        outcomes, lease_id = reader.lookup(keys, lease_ms=1000)
+        assert outcomes == [Outcome.OK] * 4
+        assert reader.lease(lease_id, lease_ms=1000)
+        assert reader.get_stream(keys, [PAGE] * 4) == [payload_of(number, PAGE) for number in range(4)]
+        assert reader.delete(keys[:1]) == [Outcome.OK]
+        assert writer.lookup(keys)[0] == [Outcome.ABSENT] + [Outcome.OK] * 3
+        second.process.kill()
+        second.process.wait()
+        assert writer.get_stream(keys[1:], [PAGE] * 3) == [payload_of(number, PAGE) for number in range(1, 4)]
+        assert writer.stats().objects == 3
