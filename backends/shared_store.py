@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from hicache.backends.base import Backend, GetItem, PutItem, Usage
+from hicache.backends.base import Backend, GetItem, Number, PutItem, Usage
 from hicache.backends.leases import NO_LEASE, Leases
 from hicache.backends.store_stats import StoreCounters, StoreStats
 from hicache.errors import ConfigError
@@ -22,6 +22,10 @@ class SharedBackend(Backend, Protocol):
 
         ABSENT, or UNAVAILABLE where it cannot be told or the object cannot be reached.
         """
+        ...
+
+    def numbers(self) -> Iterator[Number]:
+        """How it stands with the store that is shared; never asks it, never blocks."""
         ...
 
 
@@ -127,6 +131,10 @@ class SharedStore:
         with self._lock:
             self._leases.expire(now_s=self._clock())
             return self._counters.snapshot(leases=len(self._leases), leased_keys=self._leases.key_count)
+
+    def numbers(self) -> Iterator[Number]:
+        """See ``SharedBackend.numbers``."""
+        return self._backend.numbers()
 
     def close(self) -> None:
         """Close the backend. Idempotent."""

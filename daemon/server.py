@@ -15,6 +15,7 @@ from functools import partial
 import structlog
 
 from hicache.backends.open import open_store as open_backend_store
+from hicache.backends.shared_store import SharedStore
 from hicache.daemon.budget import InflightBudgets
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.control import Control
@@ -22,7 +23,7 @@ from hicache.daemon.grpc_server import GrpcServer
 from hicache.daemon.hello import Hellos, Identity
 from hicache.daemon.http import HttpServer
 from hicache.daemon.memory_socket import BACKLOG, MemorySocket
-from hicache.daemon.metrics import Metrics, Readings
+from hicache.daemon.metrics import BackendNumbers, Metrics, Readings
 from hicache.daemon.notify import Ready, notify_systemd, remove_ready_file, write_ready_file
 from hicache.daemon.open_files import raise_open_files_limit
 from hicache.daemon.readings import StoreNumbers, StoreSnapshot, session_readings, store_readings, thread_readings
@@ -179,6 +180,8 @@ class Daemon:
         self._snapshot = StoreSnapshot(storage, opened.numbers)
         readings = (*thread_readings(storage), *store_readings(self._snapshot))
         self.metrics.registry.register(Readings(readings))
+        if isinstance(opened.store, SharedStore):
+            self.metrics.registry.register(BackendNumbers(opened.store.numbers))
         self._stages.push_async_callback(self._close_storage, storage)
         return storage
 
