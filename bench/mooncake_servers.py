@@ -53,8 +53,9 @@ class MooncakeServers:
         program = Path(sys.executable).with_name("mooncake_master")
         (rpc, rpc_port), (metrics, metrics_port) = (each.split(":") for each in (self.address, self.metrics))
         flags = {"rpc_address": rpc, "rpc_port": rpc_port, "metrics_host": metrics, "metrics_port": metrics_port}
-        # Short leases: what a benchmark has put or read must make way for what it puts next.
-        flags |= {"default_kv_lease_ttl": "200ms", "logtostderr": "true"}
+        # Short leases and early eviction: what a benchmark has put or read must make way for what it puts next.
+        flags |= {"default_kv_lease_ttl": "200ms", "eviction_high_watermark_ratio": "0.7", "eviction_ratio": "0.2"}
+        flags |= {"logtostderr": "true"}
         with (self._folder / "master.log").open("wb") as log:
             command = [str(program), *(f"--{name}={value}" for name, value in flags.items())]
             master = subprocess.Popen(command, stdout=log, stderr=log, env=self._environment)
