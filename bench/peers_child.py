@@ -22,10 +22,10 @@ PEERS = {
     "redis-py": "bench.peers_redis:RedisPy",
     "lmcache-redis": "bench.peers_redis:LmcacheRedis",
     "mooncake-store": "bench.peers_mooncake:MooncakeStore",
-    "lmcache-server": "bench.peers_lmcache:LmcacheServer",
-    "lmcache-tcp-server": "bench.peers_lmcache:LmcacheTcpServer",
     "lmcache-fs": "bench.peers_files:LmcacheFs",
     "sglang-file": "bench.peers_files:SglangFile",
+    "lmcache-server": "bench.peers_lmcache:LmcacheServer",
+    "lmcache-tcp-server": "bench.peers_lmcache:LmcacheTcpServer",
 }
 
 

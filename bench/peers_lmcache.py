@@ -56,8 +56,7 @@ class LmcacheServer:
     """The server of its multi-process mode, driven by the engine: shared memory, one request for each batch.
 
     Objects are chunks of a model with one layer whose pages are the benchmark's memory: each is one plain copy. A get
-    is the look-up that reserves the chunks, and the retrieve. Nothing is verified. It has room for six rounds and
-    evicts by itself from the third on.
+    is the look-up that reserves the chunks, and the retrieve. Nothing is verified.
     """
 
     def __init__(self, folder: Path, memory: memoryview) -> None:
@@ -68,8 +67,7 @@ class LmcacheServer:
         self._address = f"tcp://127.0.0.1:{port}"
         program = str(Path(sys.executable).with_name("lmcache"))
         command = [program, "server", "--host", "127.0.0.1", "--port", str(port), "--http-port", str(free_port())]
-        command += ["--l1-size-gb", str(6 * len(memory) / (1 << 30)), "--eviction-policy", "LRU"]
-        command += ["--eviction-trigger-watermark", "0.5", "--eviction-ratio", "0.3"]
+        command += ["--l1-size-gb", str(4 * len(memory) / (1 << 30)), "--eviction-policy", "noop"]
         command += ["--chunk-size", str(CHUNK_TOKENS), "--disable-observability"]
         command += ["--supported-transfer-mode", "engine_driven", "--shm-name", f"bench{os.getpid()}"]
         self._server = ServerProcess(folder, command, port=port)
@@ -135,7 +133,8 @@ class LmcacheServer:
             raise ValueError("a batch failed")
 
     def delete(self, keys: Sequence[str]) -> None:
-        """Nothing: it evicts the least recently used by itself."""
+        """It has no delete: everything goes, also the last round, which is not read again."""
+        self._client.clear().result(timeout=CALL_TIMEOUT_S)
 
     def close(self) -> None:
         """Stop the client and the server."""

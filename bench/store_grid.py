@@ -41,6 +41,7 @@ class Plan:
     limit_bytes: int
     budget_s: float  # no cell is begun after that
     peers_budget_s: float  # nor a peer so long after the last cell
+    has_time_for_slow_peers: bool = True
 
     @property
     def clients_max(self) -> int:
@@ -70,6 +71,7 @@ def quick_plan(backends: tuple[str, ...], *, with_peers: bool) -> Plan:
         limit_bytes=192 * MIB,
         budget_s=18.0 if with_peers else 33.0,
         peers_budget_s=13.0,
+        has_time_for_slow_peers=False,
     )
 
 
