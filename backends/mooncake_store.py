@@ -11,17 +11,16 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Self
 
-from hicache.backends.arena import Extent
 from hicache.backends.base import GetItem, Number, PutItem, StoredObject, Usage, is_storable_key
 from hicache.backends.mooncake_client import Connection, connect
-from hicache.backends.mooncake_codes import INVALID_PARAMS, TRANSFER_FAIL, outcome_of
+from hicache.backends.mooncake_codes import TRANSFER_FAIL, outcome_of
 from hicache.backends.mooncake_identity import STORE_ID_STORED_BYTES, StoreIdentity
-from hicache.backends.mooncake_layout import HEADER_BYTES, decode_header, encode_header, key_of_name, object_name
+from hicache.backends.mooncake_layout import HEADER_BYTES, key_of_name, object_name
 from hicache.backends.mooncake_link import BYTES_PER_S_MIN, Copies, Link
 from hicache.backends.mooncake_master import HttpMaster, Master, PoolReading
 from hicache.backends.mooncake_numbers import mooncake_numbers
+from hicache.backends.mooncake_payloads import fill_extent, take_payload
 from hicache.backends.mooncake_settings import MooncakeSettings, split_address
-from hicache.backends.verified_copy import copy_then_hash
 from hicache.breaker import BreakerLimits, BreakerStatus, CircuitBreaker
 from hicache.errors import BackendError, ConfigError
 from hicache.notices import Notices
@@ -170,7 +169,7 @@ class MooncakeBackend:
         try:
             self._link.suspect([name for name, code in zip(names, moved.codes, strict=True) if code == TRANSFER_FAIL])
             staged = moved.extent.views
-            return [_take(item, code, view) for item, code, view in zip(items, moved.codes, staged, strict=True)]
+            return [take_payload(item, code, view) for item, code, view in zip(items, moved.codes, staged, strict=True)]
         finally:
             moved.extent.release()
 
@@ -249,7 +248,7 @@ class MooncakeBackend:
             sizes,
             lambda client, addresses: client.batch_put_from(names, addresses, sizes, self._put_config),
             deadline_s=deadline_s,
-            fill=partial(_fill, items=items),
+            fill=partial(fill_extent, items=items),
         )
         if isinstance(moved, Outcome):
             if moved is Outcome.DEADLINE:
@@ -394,31 +393,6 @@ class MooncakeBackend:
         except (OSError, BackendError) as error:
             address = "{}:{}".format(*self._settings.metrics_address)
             raise ConfigError("mooncake_metrics", address, f"the HTTP address of the master ({error})") from error
-
-
-def _fill(extent: Extent, *, items: Sequence[PutItem]) -> None:
-    """Headers and payloads, each hashed as it will be sent."""
-    for item, view in zip(items, extent.views, strict=True):
-        checksum = copy_then_hash(item.payload, view[HEADER_BYTES:], key=item.key)
-        view[:HEADER_BYTES] = encode_header(item.key, item.payload.nbytes, checksum)
-
-
-def _take(item: GetItem, code: int, staged: memoryview) -> Outcome:
-    """Copy a payload to its target and verify it there. A length in ``code`` says nothing but that it was enough."""
-    if code == INVALID_PARAMS:  # larger than the buffer
-        return Outcome.SIZE_MISMATCH
-    if code < HEADER_BYTES:
-        return Outcome.CORRUPT if code >= 0 else outcome_of(code)
-    header = decode_header(item.key, staged[:HEADER_BYTES])
-    if header is None:
-        return Outcome.CORRUPT
-    size_bytes, checksum = header
-    if size_bytes != item.target.nbytes:
-        return Outcome.SIZE_MISMATCH
-    if code != HEADER_BYTES + size_bytes:
-        return Outcome.CORRUPT
-    copied = copy_then_hash(staged[HEADER_BYTES:], item.target, key=item.key)
-    return Outcome.OK if copied == checksum else Outcome.CORRUPT
 
 
 def _is_lost(copies: Copies | None, suspects: frozenset[str]) -> bool:

@@ -80,7 +80,7 @@ class RamResidents:
         self._is_closed = False
 
     def acquire(self, key: bytes, size_bytes: int) -> Resident | None:
-        """The object, to be given back; None: not here, or of another size. Counts as a use and as hit or miss."""
+        """The object, to be given back; None: not here, or of another size, and a miss. Counts as a use."""
         with self._lock:
             resident = self._residents.get(key)
             if resident is None or resident.size_bytes != size_bytes:
@@ -88,8 +88,6 @@ class RamResidents:
                 return None
             self._residents.move_to_end(key)
             resident.holders += 1
-            self._stats.hits += 1
-            self._stats.hit_bytes += size_bytes
             return resident
 
     def note(self, key: bytes, size_bytes: int) -> None:
@@ -133,9 +131,12 @@ class RamResidents:
             resident.is_gone = True
             self._release(resident)
 
-    def release(self, resident: Resident) -> None:
-        """Give back what ``acquire`` gave."""
+    def release(self, resident: Resident, *, was_read: bool) -> None:
+        """Give back what ``acquire`` gave; a hit when it was read."""
         with self._lock:
+            if was_read:
+                self._stats.hits += 1
+                self._stats.hit_bytes += resident.size_bytes
             self._release(resident)
 
     def drop(self, key: bytes, *, is_corrupt: bool = False) -> None:

@@ -46,8 +46,8 @@ class RamTier:
                 elif self._copy(resident, items[position].target):
                     outcomes[position] = Outcome.OK
         finally:
-            for resident in found.values():
-                self._residents.release(resident)
+            for position, resident in found.items():
+                self._residents.release(resident, was_read=outcomes.get(position) is Outcome.OK)
         missing = [position for position in range(len(items)) if position not in outcomes]
         if missing:
             read = self._read([items[position] for position in missing])
