@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from random import Random
 
@@ -12,6 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.backends.base import Backend, GetItem
+from hicache.backends.faulty import Fault, FaultKind, FaultyBackend
+from hicache.backends.file_store import FileBackend
 from hicache.backends.mooncake_layout import object_name
 from hicache.backends.ram_residents import OBJECT_SHARE_MAX, RamResidents, Resident
 from hicache.backends.ram_tier import RamTier, SharedRamTier
@@ -216,6 +219,28 @@ def test_the_same_key_twice_in_a_batch_is_kept_once(fake: FakeMooncake, tier: Sh
     for _ in range(3):
         assert get_many(tier, [(key(1), PAGE)] * 3) == [(Outcome.OK, payload(1, PAGE))] * 3
     assert tier.ram_stats().used_bytes == PAGE
+
+
+@pytest.mark.parametrize("kind", [kind for kind in FaultKind if kind is not FaultKind.DELAY])
+def test_whatever_the_backend_does_hot_objects_are_served_and_no_memory_is_lost(
+    tmp_path: Path, kind: FaultKind
+) -> None:
+    faulty = FaultyBackend(FileBackend.open(tmp_path, capacity_bytes=1 << 24))
+    tier = RamTier(faulty, capacity_bytes=RAM)
+    put(tier, *[(key(number), payload(number, PAGE)) for number in (1, 2)])
+    read(tier, 1)
+    fault = faulty.arm("get_into", Fault(kind, times=1))
+    with ThreadPoolExecutor(1) as pool:
+        cold = pool.submit(get, tier, key(2), PAGE)
+        assert fault.entered.wait(30)
+        read(tier, 1)  # meanwhile
+        fault.release()
+        outcome, content = cold.result(30)
+    assert outcome is not Outcome.OK or content == payload(2, PAGE)
+    assert (outcome is Outcome.OK) == (kind is FaultKind.LATE)
+    assert tier.ram_stats().used_bytes == tier.ram_stats().objects * PAGE
+    tier.close()
+    assert tier.ram_stats().used_bytes == 0
 
 
 @given(seed=st.integers(0, 2**32))
