@@ -4,29 +4,38 @@ SHELL := /bin/bash
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.stamp
+MOONCAKE_VENV := .venv-mooncake
+MOONCAKE_BIN := $(MOONCAKE_VENV)/bin
+MOONCAKE_STAMP := $(MOONCAKE_VENV)/.stamp
 ARGS ?=
+comma := ,
 
 # The first Python that is new enough and can build a virtual environment. Override: make setup PYTHON=/path/to/python
 PYTHON ?= $(shell for python in python3.11 python3; do \
 	$$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$python && break; done)
 
-.PHONY: help setup run test check stubs format clean
+.PHONY: help setup run test check mooncake mooncake-setup stubs format clean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+# $(call build_venv,FOLDER,EXTRAS): hicache from this checkout, its extras, and the pinned versions of everything.
+define build_venv
+@if [ -z "$(PYTHON)" ]; then \
+	echo "hicache needs Python 3.11 or newer with its venv module: none found as python3.11 or python3." >&2; \
+	echo "Install one (Debian: apt-get install python3 python3-venv) or name it: make setup PYTHON=/path/to/python3.11" >&2; \
+	exit 1; fi
+@echo "setting up $(1) with $(PYTHON) (about a minute the first time)"
+@[ -x $(1)/bin/python ] || $(PYTHON) -m venv $(1)
+@$(1)/bin/python -m pip install -qq --constraint constraints.txt --upgrade pip setuptools wheel
+@$(1)/bin/python -m pip install -qq --constraint constraints.txt --no-build-isolation --editable '.[$(2)]'
+endef
 
 setup: $(STAMP) ## Build .venv from the pinned versions in constraints.txt
 	@:
 
 $(STAMP): pyproject.toml constraints.txt
-	@if [ -z "$(PYTHON)" ]; then \
-		echo "hicache needs Python 3.11 or newer with its venv module: none found as python3.11 or python3." >&2; \
-		echo "Install one (Debian: apt-get install python3 python3-venv) or name it: make setup PYTHON=/path/to/python3.11" >&2; \
-		exit 1; fi
-	@echo "setting up $(VENV) with $(PYTHON) (about a minute the first time)"
-	@[ -x $(BIN)/python ] || $(PYTHON) -m venv $(VENV)
-	@$(BIN)/python -m pip install -qq --constraint constraints.txt --upgrade pip setuptools wheel
-	@$(BIN)/python -m pip install -qq --constraint constraints.txt --no-build-isolation --editable '.[engine,dev]'
+	$(call build_venv,$(VENV),engine$(comma)dev)
 	@touch $@
 
 run: setup ## Run the demo on embedded defaults; ARGS="--json -" for more
@@ -42,6 +51,17 @@ check: setup ## Format, lint, types, layering, generated stubs fresh
 	@$(BIN)/lint-imports --no-logo
 	@$(BIN)/python tools/stubs.py --check
 
+mooncake: mooncake-setup ## Run the tests against a real Mooncake store, in an environment of their own
+	@HICACHE_REQUIRE_MOONCAKE=1 $(MOONCAKE_BIN)/python -m pytest -q -n 4 --dist worksteal tests/backends/test_mooncake_*.py $(ARGS)
+
+# Fails, and says what to install, where the wheel or a library of the system that it needs cannot be had.
+mooncake-setup: $(MOONCAKE_STAMP)
+	@$(MOONCAKE_BIN)/python -m tools.mooncake_here
+
+$(MOONCAKE_STAMP): pyproject.toml constraints.txt
+	$(call build_venv,$(MOONCAKE_VENV),mooncake$(comma)dev)
+	@touch $@
+
 stubs: setup ## Regenerate the gRPC stubs in hicache/wire/
 	@$(BIN)/python tools/stubs.py
 
@@ -50,5 +70,5 @@ format: setup ## Format the code and apply the safe lint fixes
 	@$(BIN)/ruff check --fix .
 
 clean: ## Remove .venv and everything that tools leave behind
-	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis htmlcov .coverage .coverage.*
+	rm -rf $(VENV) $(MOONCAKE_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis htmlcov .coverage .coverage.*
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

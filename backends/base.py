@@ -67,6 +67,16 @@ class Usage:
     capacity_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Number:
+    """One number that a backend tells about itself, named as a metric without ``_total``."""
+
+    name: str
+    description: str
+    value: float
+    is_counter: bool = False
+
+
 class Backend(Protocol):
     """Stores checked objects of at least one byte under opaque keys of 1 to PHYSICAL_KEY_BYTES_MAX bytes.
 
@@ -79,7 +89,11 @@ class Backend(Protocol):
     """
 
     name: str
-    store_id: bytes  # 16 random bytes made with the store; a wiped store has another one
+
+    @property
+    def store_id(self) -> bytes:
+        """16 random bytes made with the store; a wiped store has another one."""
+        ...
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
         """Store each object with its checksum, visible only when all of it is there.

@@ -73,6 +73,16 @@ class Accounts:
             total = total.plus(changes)
         return total if min(total) >= 0 else Counts(*(max(number, 0) for number in total))
 
+    def set_capacity(self, capacity_bytes: int) -> bool:
+        """Another capacity from now on; False when more than it is stored or set aside, and then the old one stays."""
+        changes, _ = self._others()
+        with self._lock:
+            taken_bytes = self._found.stored_bytes + self._own.stored_bytes + changes.stored_bytes
+            if taken_bytes + self._reserved_bytes > capacity_bytes:
+                return False
+            self.capacity_bytes = capacity_bytes
+            return True
+
     def usage(self) -> Usage:
         """See ``Backend.usage``."""
         return Usage(*self.total(), self.capacity_bytes)

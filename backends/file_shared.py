@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
-from hicache.backends.base import GetItem, PutItem, StoredObject, Usage, is_storable_key
+from hicache.backends.base import GetItem, Number, PutItem, StoredObject, Usage, is_storable_key
 from hicache.backends.file_accounts import Accounts, Counts
 from hicache.backends.file_calls import FileCalls
 from hicache.backends.file_layout import stored_bytes_of
@@ -65,7 +65,8 @@ class SharedFileBackend:
         self._peers = Peers(self._unfinished, files.writer, clock=clock)
         self._accounts = Accounts(files.accounts.capacity_bytes, others=self._peers.others)
         files.accounts = self._accounts
-        self._low_bytes, self._high_bytes = (int(self._accounts.capacity_bytes * mark) for mark in watermarks)
+        self._watermarks = watermarks
+        self._set_marks()
         self._floor_bytes = floor_bytes
         self._wall_clock = wall_clock
         self._clock = clock
@@ -80,6 +81,9 @@ class SharedFileBackend:
         self._kept_up_at_s = clock()
         self.orphans_removed = files.orphans_removed
         self.store_id = files.store_id
+
+    def _set_marks(self) -> None:
+        self._low_bytes, self._high_bytes = (int(self._accounts.capacity_bytes * mark) for mark in self._watermarks)
 
     @classmethod
     def open(
@@ -104,6 +108,18 @@ class SharedFileBackend:
         except BaseException:
             files.close()
             raise
+
+    def resize(self, capacity_bytes: int, *, floor_bytes: int) -> None:
+        """See ``Backend.resize``. Evicts for a smaller one; the other daemons have to be told, too."""
+        low_bytes = int(capacity_bytes * self._watermarks[0])
+        if self._above(capacity_bytes, 0) > 0:
+            self._evict(lambda: self._above(low_bytes, 0))
+        self._files.resize(capacity_bytes, floor_bytes=floor_bytes)
+        self._set_marks()
+
+    def numbers(self) -> Iterator[Number]:
+        """See ``SharedBackend.numbers``: there are none beside what every backend tells."""
+        return iter(())
 
     # -- what is asked ------------------------------------------------------------------------------------------------
 

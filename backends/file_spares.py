@@ -12,7 +12,7 @@ class SpareFiles:
     """Paths by the size of their file, the oldest to go first. Thread-safe."""
 
     def __init__(self, bytes_max: int) -> None:
-        self._bytes_max = bytes_max
+        self.bytes_max = bytes_max
         self._lock = threading.Lock()
         self._sizes: OrderedDict[str, int] = OrderedDict()
         self._by_size: dict[int, dict[str, None]] = {}
@@ -29,7 +29,7 @@ class SpareFiles:
             self._sizes[path] = size_bytes
             self._by_size.setdefault(size_bytes, {})[path] = None
             self._total_bytes += size_bytes
-            return self._shrink(self._bytes_max)
+            return self._shrink(self.bytes_max)
 
     def take(self, size_bytes: int) -> str | None:
         """A file of exactly this size, the latest added; None when there is none."""

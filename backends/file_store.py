@@ -295,11 +295,11 @@ class FileBackend:
         """See ``Backend.resize``. Files take space as they come, so this is a number."""
         if capacity_bytes < CAPACITY_BYTES_MIN:
             raise ConfigError("capacity_bytes", capacity_bytes, f"at least {CAPACITY_BYTES_MIN}")
-        _require_possible(self._directory, capacity_bytes)
-        with self._counts_lock:
-            if capacity_bytes < self._stored_bytes + self._reserved_bytes:
-                raise BackendError("more is stored than the smaller capacity holds: delete first")
-            self._capacity_bytes = capacity_bytes
+        _require_possible(self.directory, capacity_bytes)
+        if not self.accounts.set_capacity(capacity_bytes):
+            raise BackendError("more is stored than the smaller capacity holds: delete first")
+        self.spares.bytes_max = capacity_bytes // SPARE_SHARE
+        self._files.unlink(self.spares.give_up(self.spares.bytes_max))
 
     def close(self) -> None:
         """See ``Backend.close``. Waits for puts and deletes in progress. Does nothing in a forked child."""

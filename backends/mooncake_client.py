@@ -89,9 +89,8 @@ def connect(settings: MooncakeSettings) -> Connection:
     Sets the variables of ENVIRONMENT that are not set, for this process: the wheel takes its timeouts from there.
     """
     local_host = _local_host(settings.master)
-    for name, value in {**ENVIRONMENT, "MC_TCP_BIND_ADDRESS": local_host}.items():
-        os.environ.setdefault(name, value)
-    wheel = _load_wheel()
+    os.environ.setdefault("MC_TCP_BIND_ADDRESS", local_host)
+    wheel = load_wheel()
     client = wheel.MooncakeDistributedStore()
     code = client.setup(
         local_host,
@@ -107,13 +106,18 @@ def connect(settings: MooncakeSettings) -> Connection:
     return Connection(client, _put_config(wheel, settings, client.get_hostname()), _id_config(wheel, settings))
 
 
-def _load_wheel() -> Any:  # Any: the wheel has no types
+def load_wheel() -> Any:  # Any: the wheel has no types
+    """The wheel's module, with the environment that it reads when it is loaded.
+
+    Raises ConfigError that says what to install, libraries of the system included.
+    """
+    for name, value in ENVIRONMENT.items():
+        os.environ.setdefault(name, value)
     try:
         return importlib.import_module("mooncake.store")
     except ImportError as error:
-        raise ConfigError(
-            "backend", "mooncake", f"pip install 'hicache[mooncake]' and apt-get install libibverbs1 ({error})"
-        ) from error
+        needed = "pip install 'hicache[mooncake]' and apt-get install libibverbs1 libnuma1 libcurl4"
+        raise ConfigError("backend", "mooncake", f"{needed} ({error})") from error
 
 
 def _put_config(wheel: Any, settings: MooncakeSettings, own_segment: str) -> object:  # Any: as above

@@ -7,10 +7,10 @@ import time
 from collections.abc import Callable
 from functools import partial
 
+from hicache.backends.arena import Extent
 from hicache.backends.mooncake_codes import INVALID_PARAMS, RPC_FAIL
 from hicache.backends.mooncake_layout import HEADER_BYTES, decode_header, encode_header
 from hicache.backends.mooncake_link import Link
-from hicache.backends.mooncake_staging import Extent
 from hicache.checksum import payload_checksum
 from hicache.errors import BackendError, ConfigError
 from hicache.outcome import Outcome

@@ -9,13 +9,13 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
+from hicache.backends.arena import Arena, Extent
 from hicache.backends.mooncake_calls import BoundedCalls
 from hicache.backends.mooncake_client import StoreClient
 from hicache.backends.mooncake_codes import INTERNAL, RPC_FAIL, TRANSFER_FAIL, is_without_master
 from hicache.backends.mooncake_master import Master
 from hicache.backends.mooncake_nodes import SuspectNodes
 from hicache.backends.mooncake_settings import MooncakeSettings
-from hicache.backends.mooncake_staging import Extent, Staging
 from hicache.breaker import BreakerLimits, BreakerStatus, CircuitBreaker, Permit
 from hicache.errors import BackendError
 from hicache.notices import Notices
@@ -62,7 +62,7 @@ class Link:
         self._breaker = CircuitBreaker(LIMITS, clock=clock)
         self._suspects = SuspectNodes(clock=clock)
         self._has_recovered = threading.Event()
-        self._staging = Staging(settings.staging_bytes)
+        self._staging = Arena(settings.staging_bytes)
         code = client.register_buffer(self._staging.address, self._staging.size_bytes)
         if code != 0:
             client.close()

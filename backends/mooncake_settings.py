@@ -12,6 +12,7 @@ from hicache.errors import ConfigError
 METRICS_PORT = 9003  # where a master answers HTTP unless it is told otherwise
 STAGING_BYTES = 256 << 20
 STAGING_BYTES_MIN = 1 << 20
+RAM_BYTES_MIN = 1 << 20
 PROTOCOLS = ("tcp", "rdma")
 
 
@@ -24,6 +25,7 @@ class MooncakeSettings:
     replicas: int = 1  # copies of each object, on different nodes: as many as there is room for
     soft_pin_s: int = 0  # how long an object is evicted only when nothing else can be; 0: not
     segment_bytes: int = 0  # memory that this process lends to the pool; what lies there ends with it
+    ram_bytes: int = 0  # memory of this process for what is read again and again; 0: none
     protocol: str = "tcp"
     devices: str = ""  # network cards for RDMA, separated by commas; empty: all
     staging_bytes: int = STAGING_BYTES  # registered memory through which all objects pass
@@ -37,12 +39,15 @@ class MooncakeSettings:
             ("replicas", self.replicas, 1),
             ("soft_pin_s", self.soft_pin_s, 0),
             ("segment_bytes", self.segment_bytes, 0),
+            ("ram_bytes", self.ram_bytes, 0),
             ("staging_bytes", self.staging_bytes, STAGING_BYTES_MIN),
             ("call_timeout_s", self.call_timeout_s, 0.1),
         )
         for name, value, minimum in at_least:
             if not value >= minimum:
                 raise ConfigError(f"mooncake_{name}", value, f"at least {minimum}")
+        if 0 < self.ram_bytes < RAM_BYTES_MIN:
+            raise ConfigError("mooncake_ram_bytes", self.ram_bytes, f"0, or at least {RAM_BYTES_MIN}")
         if self.protocol not in PROTOCOLS:
             raise ConfigError("mooncake_protocol", self.protocol, f"one of {', '.join(PROTOCOLS)}")
 

@@ -11,25 +11,22 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Self
 
-import numpy as np
-
-from hicache.backends.base import GetItem, PutItem, StoredObject, Usage, is_storable_key
+from hicache.backends.base import GetItem, Number, PutItem, StoredObject, Usage, is_storable_key
 from hicache.backends.mooncake_client import Connection, connect
-from hicache.backends.mooncake_codes import INVALID_PARAMS, TRANSFER_FAIL, outcome_of
+from hicache.backends.mooncake_codes import TRANSFER_FAIL, outcome_of
 from hicache.backends.mooncake_identity import STORE_ID_STORED_BYTES, StoreIdentity
-from hicache.backends.mooncake_layout import HEADER_BYTES, decode_header, encode_header, key_of_name, object_name
+from hicache.backends.mooncake_layout import HEADER_BYTES, key_of_name, object_name
 from hicache.backends.mooncake_link import BYTES_PER_S_MIN, Copies, Link
 from hicache.backends.mooncake_master import HttpMaster, Master, PoolReading
+from hicache.backends.mooncake_numbers import mooncake_numbers
+from hicache.backends.mooncake_payloads import fill_extent, take_payload
 from hicache.backends.mooncake_settings import MooncakeSettings, split_address
-from hicache.backends.mooncake_staging import Extent
 from hicache.breaker import BreakerLimits, BreakerStatus, CircuitBreaker
-from hicache.checksum import payload_hasher
 from hicache.errors import BackendError, ConfigError
 from hicache.notices import Notices
 from hicache.outcome import Outcome
 
 GROUP_BYTES_MAX = 8 << 20  # in one call of the client, or one larger object; larger ones gain nothing (measured)
-COPY_BYTES = 256 << 10  # hashed while it is in cache
 ATTEMPTS = 2
 SECOND_PUT_WAIT_S = 0.1
 READING_AGE_MAX_S = 1.0
@@ -172,7 +169,7 @@ class MooncakeBackend:
         try:
             self._link.suspect([name for name, code in zip(names, moved.codes, strict=True) if code == TRANSFER_FAIL])
             staged = moved.extent.views
-            return [_take(item, code, view) for item, code, view in zip(items, moved.codes, staged, strict=True)]
+            return [take_payload(item, code, view) for item, code, view in zip(items, moved.codes, staged, strict=True)]
         finally:
             moved.extent.release()
 
@@ -251,7 +248,7 @@ class MooncakeBackend:
             sizes,
             lambda client, addresses: client.batch_put_from(names, addresses, sizes, self._put_config),
             deadline_s=deadline_s,
-            fill=partial(_fill, items=items),
+            fill=partial(fill_extent, items=items),
         )
         if isinstance(moved, Outcome):
             if moved is Outcome.DEADLINE:
@@ -353,6 +350,10 @@ class MooncakeBackend:
         """See ``Backend.resize``. Raises ConfigError: the capacity is that of the nodes."""
         raise ConfigError("capacity_bytes", capacity_bytes, "no capacity for mooncake, whose nodes have their own")
 
+    def numbers(self) -> Iterator[Number]:
+        """See ``SharedBackend.numbers``."""
+        return mooncake_numbers(self._link, self._put_breaker.status())
+
     def close(self) -> None:
         """See ``Backend.close``. Waits for running calls a while, not for those that hang."""
         self._is_closed = True
@@ -396,42 +397,6 @@ class MooncakeBackend:
         except (OSError, BackendError) as error:
             address = "{}:{}".format(*self._settings.metrics_address)
             raise ConfigError("mooncake_metrics", address, f"the HTTP address of the master ({error})") from error
-
-
-def _fill(extent: Extent, *, items: Sequence[PutItem]) -> None:
-    """Headers and payloads, each hashed as it will be sent."""
-    for item, view in zip(items, extent.views, strict=True):
-        checksum = _copy(item.payload, view[HEADER_BYTES:], key=item.key)
-        view[:HEADER_BYTES] = encode_header(item.key, item.payload.nbytes, checksum)
-
-
-def _take(item: GetItem, code: int, staged: memoryview) -> Outcome:
-    """Copy a payload to its target and verify it there. A length in ``code`` says nothing but that it was enough."""
-    if code == INVALID_PARAMS:  # larger than the buffer
-        return Outcome.SIZE_MISMATCH
-    if code < HEADER_BYTES:
-        return Outcome.CORRUPT if code >= 0 else outcome_of(code)
-    header = decode_header(item.key, staged[:HEADER_BYTES])
-    if header is None:
-        return Outcome.CORRUPT
-    size_bytes, checksum = header
-    if size_bytes != item.target.nbytes:
-        return Outcome.SIZE_MISMATCH
-    if code != HEADER_BYTES + size_bytes:
-        return Outcome.CORRUPT
-    copied = _copy(staged[HEADER_BYTES:], item.target, key=item.key)
-    return Outcome.OK if copied == checksum else Outcome.CORRUPT
-
-
-def _copy(source: memoryview, target: memoryview, *, key: bytes) -> int:
-    """Copy, and hash what arrived; the checksum of it under ``key``. Both without the GIL."""
-    hasher = payload_hasher(key)
-    sources, targets = np.frombuffer(source, dtype=np.uint8), np.frombuffer(target, dtype=np.uint8)
-    for start in range(0, sources.size, COPY_BYTES):
-        part = targets[start : start + COPY_BYTES]
-        np.copyto(part, sources[start : start + COPY_BYTES])
-        hasher.update(part.data)
-    return hasher.intdigest()
 
 
 def _is_lost(copies: Copies | None, suspects: frozenset[str]) -> bool:

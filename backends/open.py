@@ -6,6 +6,7 @@ from pathlib import Path
 
 from hicache.backends.base import Backend
 from hicache.backends.file_settings import FileSettings, parse_query
+from hicache.backends.ram_tier import SharedRamTier
 from hicache.backends.shared_store import SharedBackend, SharedStore
 from hicache.backends.space import require_floor
 from hicache.backends.store import FREE_SPACE_FLOOR_BYTES, ObjectStore
@@ -131,4 +132,12 @@ def _open_mooncake(url: str) -> SharedBackend:
     from hicache.backends.mooncake_settings import parse_url
     from hicache.backends.mooncake_store import MooncakeBackend
 
-    return MooncakeBackend.open(parse_url(url))
+    settings = parse_url(url)
+    store = MooncakeBackend.open(settings)
+    if not settings.ram_bytes:
+        return store
+    try:
+        return SharedRamTier(store, capacity_bytes=settings.ram_bytes)
+    except (OSError, OverflowError) as error:
+        store.close()
+        raise ConfigError("mooncake_ram_bytes", settings.ram_bytes, f"less than there is ({error})") from error

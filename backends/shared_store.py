@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from hicache.backends.base import Backend, GetItem, PutItem, Usage
+from hicache.backends.base import Backend, GetItem, Number, PutItem, Usage
 from hicache.backends.events import Subscription
 from hicache.backends.leases import NO_LEASE, KeyLeases
 from hicache.backends.residents import TenantUsage
@@ -24,6 +24,10 @@ class SharedBackend(Backend, Protocol):
 
         ABSENT, or UNAVAILABLE where it cannot be told or the object cannot be reached.
         """
+        ...
+
+    def numbers(self) -> Iterator[Number]:
+        """How it stands with the store that is shared; never asks it, never blocks."""
         ...
 
 
@@ -163,6 +167,10 @@ class SharedStore:
     def resize(self, capacity_bytes: int) -> None:
         """Raises ConfigError where the store has its own capacity."""
         self._backend.resize(capacity_bytes, floor_bytes=0)
+
+    def numbers(self) -> Iterator[Number]:
+        """See ``SharedBackend.numbers``."""
+        return self._backend.numbers()
 
     def close(self) -> None:
         """Close the backend. Idempotent."""

@@ -8,9 +8,10 @@ from pathlib import Path
 import lmdb
 
 from hicache.backends.file_layout import HEADER_BYTES, decode_header, object_path, stored_bytes_of
-from hicache.backends.lmdb_layout import CHUNK_STORED_BYTES, decode_record, pack_chunk_id
+from hicache.backends.lmdb_layout import CHUNK_BYTES, decode_record
+from hicache.backends.lmdb_slab import SLAB_NAME
 
-STORE_FILES = {"lmdb": {"data.mdb", "lock.mdb"}, "file": {"objects", "unfinished"}}
+STORE_FILES = {"lmdb": {"data.mdb", "lock.mdb", SLAB_NAME}, "file": {"objects", "unfinished"}}
 COMMON_FILES = {"hicache.lock", "hicache.store"}
 
 
@@ -39,20 +40,19 @@ def _count_lmdb(directory: Path) -> Counted:
         lmdb.open(str(directory), readonly=True, lock=False, max_dbs=3) as env,
         env.begin(buffers=True) as txn,
     ):
-        chunks, index = env.open_db(b"chunks", txn, create=False), env.open_db(b"index", txn, create=False)
-        for key, raw in txn.cursor(index):
+        for key, raw in txn.cursor(env.open_db(b"index", txn, create=False)):
             record = decode_record(bytes(key), bytes(raw))
             if record is None:
                 orphans.append(f"a damaged index record of {bytes(key).hex()}")
                 continue
             objects += 1
             payload_bytes += record.size_bytes
-            chunk_ids += record.chunk_ids
-        if any(txn.get(pack_chunk_id(chunk_id), db=chunks) is None for chunk_id in chunk_ids):
-            orphans.append("an index record names a chunk that is not there")
+            chunk_ids += record.chunk_ids.tolist()
+    if chunk_ids and max(chunk_ids) >= (directory / SLAB_NAME).stat().st_size // CHUNK_BYTES:
+        orphans.append("an index record names a chunk that is not there")
     if len(set(chunk_ids)) < len(chunk_ids):
         orphans.append("two index records name one chunk")
-    return Counted(objects, payload_bytes, len(chunk_ids) * CHUNK_STORED_BYTES, tuple(orphans))
+    return Counted(objects, payload_bytes, len(chunk_ids) * CHUNK_BYTES, tuple(orphans))
 
 
 def _count_files(directory: Path) -> Counted:

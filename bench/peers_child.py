@@ -24,6 +24,8 @@ PEERS = {
     "mooncake-store": "bench.peers_mooncake:MooncakeStore",
     "lmcache-fs": "bench.peers_files:LmcacheFs",
     "sglang-file": "bench.peers_files:SglangFile",
+    "lmcache-server": "bench.peers_lmcache:LmcacheServer",
+    "lmcache-tcp-server": "bench.peers_lmcache:LmcacheTcpServer",
 }
 
 

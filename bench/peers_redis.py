@@ -12,14 +12,9 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+from bench.mooncake_servers import free_port
+
 START_TIMEOUT_S = 10.0
-
-
-def free_port() -> int:
-    """A port of the loopback interface that nobody has just now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 class RedisServer:

@@ -6,7 +6,6 @@ import os
 import sys
 import tempfile
 import time
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,28 +14,21 @@ from rich.console import Console
 
 from bench.machine import machine_facts, write_json
 from bench.peers import run_peers
-from bench.store_grid import full_plan, quick_plan
+from bench.store_grid import MOONCAKE, full_plan, quick_plan
 from bench.store_rows import print_rows, rows_to_json
 from bench.store_run import StoreBench
+from hicache.backends.mooncake_client import load_wheel
 from hicache.backends.open import BACKEND_SCHEMES
-
-_MODULES = {"mooncake": "mooncake.store"}  # what a backend needs beside hicache itself
+from hicache.errors import ConfigError
 
 
 def backends_here() -> tuple[tuple[str, ...], list[str]]:
     """The backends that can run here, and why the others cannot."""
-    missing = [name for name in BACKEND_SCHEMES if name in _MODULES and not _has(_MODULES[name])]
-    skipped = [f"{name}: {_MODULES[name]} is not installed" for name in missing]
-    if "mooncake" not in BACKEND_SCHEMES:
-        skipped.append("mooncake: hicached has no such backend yet")
-    return tuple(name for name in BACKEND_SCHEMES if name not in missing), skipped
-
-
-def _has(module: str) -> bool:
     try:
-        return find_spec(module) is not None
-    except ModuleNotFoundError:  # its package
-        return False
+        load_wheel()
+    except ConfigError as error:
+        return BACKEND_SCHEMES, [f"mooncake: {error.expected}"]
+    return (*BACKEND_SCHEMES, *MOONCAKE), []
 
 
 @click.command()
@@ -45,9 +37,18 @@ def _has(module: str) -> bool:
 @click.option("--peers", is_flag=True, help="Measure other systems in the same run, those that are installed.")
 @click.option("--peers-python", default=sys.executable, metavar="FILE", help="The Python that has them installed.")
 @click.option("--backend", "wanted", multiple=True, metavar="NAME", help="Only this one; may be repeated.")
+@click.option("--mooncake-master", metavar="HOST:PORT", help="A Mooncake store to use; otherwise one is started.")
+@click.option("--mooncake-metrics", metavar="HOST:PORT", help="The HTTP of that master; its port 9003 otherwise.")
 @click.option("--folder", metavar="DIR", help="Where stores are made; a temporary folder otherwise.")
 def main(
-    json_path: str | None, quick: bool, peers: bool, peers_python: str, wanted: tuple[str, ...], folder: str | None
+    json_path: str | None,
+    quick: bool,
+    peers: bool,
+    peers_python: str,
+    wanted: tuple[str, ...],
+    mooncake_master: str | None,
+    mooncake_metrics: str | None,
+    folder: str | None,
 ) -> None:
     """Measure get and put through a real hicached: registered memory, Unix-socket streams and TCP streams."""
     start_s = time.monotonic()
@@ -60,7 +61,7 @@ def main(
     plan = quick_plan(backends, with_peers=peers) if quick else full_plan(backends)
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=folder) as work, console.status("starting") as status:
-        bench = StoreBench(plan, Path(work), show=status.update)
+        bench = StoreBench(plan, Path(work), show=status.update, mooncake=(mooncake_master, mooncake_metrics))
         bench.results.skipped += skipped
         try:
             bench.run()

@@ -18,8 +18,9 @@ from bench.limits import (
     raw_socket_addresses,
     serve_raw_sockets,
 )
+from bench.mooncake_servers import MooncakeServers
 from bench.store_client import Burst, Clients, Setup, rate_gbps
-from bench.store_grid import UNCHECKED, Cell, Plan
+from bench.store_grid import MOONCAKE, MOONCAKE_RAM, UNCHECKED, Cell, Plan
 from bench.store_rows import Measured, measured
 from hicache.daemon.config import DaemonConfig
 
@@ -27,6 +28,7 @@ MEMCPY = "memcpy"
 CAPACITY_BYTES_MIN = 512 << 20
 IO_THREADS = DaemonConfig().io_threads
 OPS = ("put", "get")
+MOONCAKE_ROOM = 2  # a store evicts behind the puts: without room beyond what is filled they would meet NO_SPACE
 
 
 @dataclass(slots=True)
@@ -41,8 +43,17 @@ class Results:
 class StoreBench:
     """Everything that a run needs, in ``folder``: on the file system whose speed is measured. Close it."""
 
-    def __init__(self, plan: Plan, folder: Path, *, show: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        folder: Path,
+        *,
+        show: Callable[[str], None],
+        mooncake: tuple[str | None, str | None] = (None, None),
+    ) -> None:
+        """``mooncake``: addresses of a master and of its HTTP; without them a store is started where one is needed."""
         self.plan = plan
+        self._mooncake = mooncake
         self.results = Results()
         self.folder = folder
         self._show = show
@@ -111,20 +122,39 @@ class StoreBench:
         name = f"{backend}{'-unchecked' if is_unchecked else ''}"
         capacity_bytes = capacity_for(cells)
         self._show(f"{name}: starting hicached")
-        daemon = DaemonProcess(
-            self.folder / name,
-            backend=backend,
-            capacity_bytes=capacity_bytes,
-            module="bench.unchecked_daemon" if is_unchecked else DAEMON_MODULE,
-            settings={"io-threads": str(IO_THREADS)},
-        )
-        daemon.start()
-        try:
+        with ExitStack() as stack:
+            try:
+                settings = self._settings_of(backend, name, capacity_bytes, stack)
+            except (OSError, TimeoutError) as error:
+                self.results.skipped += [f"{cell}: {error}" for cell in cells]
+                return
+            daemon = DaemonProcess(
+                self.folder / name,
+                backend="mooncake" if backend in MOONCAKE else backend,
+                capacity_bytes=capacity_bytes,
+                module="bench.unchecked_daemon" if is_unchecked else DAEMON_MODULE,
+                settings=settings,
+            )
+            daemon.start()
+            stack.callback(daemon.stop)
+            stack.callback(self._clients.call, self.plan.clients_max, "disconnect")
             for _, of_size in groupby(cells, lambda cell: cell.object_bytes):
                 self._run_size(daemon, list(of_size), capacity_bytes=capacity_bytes)
-        finally:
-            self._clients.call(self.plan.clients_max, "disconnect")
-            daemon.stop()
+
+    def _settings_of(self, backend: str, name: str, capacity_bytes: int, stack: ExitStack) -> dict[str, str]:
+        """Flags for the daemon. Starts a Mooncake store where one is needed and none was named."""
+        settings = {"io-threads": str(IO_THREADS)}
+        if backend not in MOONCAKE:
+            return settings
+        master, metrics = self._mooncake
+        if master is None:
+            folder = self.folder / f"{name}-servers"
+            folder.mkdir()
+            servers = MooncakeServers(folder, segment_bytes=capacity_bytes * MOONCAKE_ROOM)
+            stack.callback(servers.close)
+            master, metrics = servers.address, servers.metrics
+        settings |= {"mooncake-master": master, "mooncake-metrics": metrics or ""}
+        return settings if backend == MOONCAKE_RAM else settings | {"mooncake-ram-bytes": "0"}
 
     def _run_size(self, daemon: DaemonProcess, cells: Sequence[Cell], *, capacity_bytes: int) -> None:
         """Fill the store with objects of this size once over, so that every put of the cells recycles space."""
@@ -168,6 +198,8 @@ class StoreBench:
         for op in self._repetitions():
             if op == "get":
                 self._clients.call(cell.clients, "ensure")
+                if cell.backend == MOONCAKE_RAM:  # it keeps what is read again
+                    self._clients.call(cell.clients, "warm")
             limits[op].append(self.limit(path, op, clients=cell.clients))
             bursts: list[Burst] = self._clients.call(cell.clients, op, self.plan.burst_s)
             speeds[op].append(rate_gbps(bursts))

@@ -90,6 +90,7 @@ class DaemonConfig:
         0, count(0, 86_400), "how long an object is evicted last; 0: no longer than others"
     )
     mooncake_segment_bytes: int = _setting(0, size(0), "memory that this daemon lends to the pool")
+    mooncake_ram_bytes: int = _setting(GIB, size(0), "memory for what is read again and again; 0: none")
     mooncake_protocol: str = _setting("tcp", choice(*PROTOCOLS), "how bytes travel between the nodes")
     mooncake_devices: str = _setting("", text, "network cards for rdma, separated by commas; empty: all")
     tenants_file: str = _setting("", file_path, "tenants and their tokens; empty: one tenant, default, without a token")
@@ -170,6 +171,11 @@ class DaemonConfig:
         return int(self.socket_mode, 8)
 
     @property
+    def is_shared(self) -> bool:
+        """Whether others change what is stored, too."""
+        return self.backend == "mooncake" or (self.backend == "file" and self.file_shared)
+
+    @property
     def backend_url(self) -> str:
         """The address that ``open_backend`` takes."""
         if self.backend == "lmdb":
@@ -183,6 +189,7 @@ class DaemonConfig:
             replicas=self.mooncake_replicas,
             soft_pin_s=self.mooncake_soft_pin_s,
             segment_bytes=self.mooncake_segment_bytes,
+            ram_bytes=self.mooncake_ram_bytes,
             protocol=self.mooncake_protocol,
             devices=self.mooncake_devices,
             staging_bytes=max(STAGING_BYTES, 4 * self.object_bytes_max),

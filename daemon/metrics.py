@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Proc
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from hicache.backends.base import Number
 from hicache.outcome import Outcome
 
 METHODS = ("Session", "Lookup", "Get", "Put", "GetStream", "PutStream", "Delete", "Lease", "Pin", "Watch", "Stats")
@@ -126,3 +127,16 @@ class Readings(Collector):
             for value, number in reading.read().items():
                 family.add_metric((value,), number)
             yield family
+
+
+class BackendNumbers(Collector):
+    """Exports what a backend tells about itself beside what every backend has."""
+
+    def __init__(self, numbers: Callable[[], Iterable[Number]]) -> None:
+        self._numbers = numbers
+
+    def collect(self) -> Iterator[Metric]:
+        """One sample for each number."""
+        for number in self._numbers():
+            family = CounterMetricFamily if number.is_counter else GaugeMetricFamily
+            yield family(number.name, number.description, value=number.value)

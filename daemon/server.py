@@ -15,6 +15,7 @@ from functools import partial
 import structlog
 
 from hicache.backends.open import open_store as open_backend_store
+from hicache.backends.shared_store import SharedStore
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.daemon.acceptor import BACKLOG
 from hicache.daemon.budget import InflightBudgets
@@ -26,7 +27,7 @@ from hicache.daemon.grpc_server import GrpcServer
 from hicache.daemon.hello import Hellos, Identity
 from hicache.daemon.http import HttpServer
 from hicache.daemon.memory_socket import STRANGE_QUEUE_MAX, MemorySocket
-from hicache.daemon.metrics import Metrics, Readings
+from hicache.daemon.metrics import BackendNumbers, Metrics, Readings
 from hicache.daemon.notify import Ready, notify_systemd, remove_ready_file, write_ready_file
 from hicache.daemon.open_files import raise_open_files_limit
 from hicache.daemon.rates import TenantRates
@@ -226,6 +227,8 @@ class Daemon:
         self._snapshot = StoreSnapshot(storage, opened.numbers, tenants.named)
         self.metrics.registry.register(Readings((*thread_readings(storage), *store_readings(self._snapshot))))
         self.metrics.registry.register(Readings(tenant_readings(self._snapshot)))
+        if isinstance(opened.store, SharedStore):
+            self.metrics.registry.register(BackendNumbers(opened.store.numbers))
         self._stages.push_async_callback(self._close_storage, storage)
         upkeep = Upkeep(storage)
         upkeep.start()
@@ -364,7 +367,7 @@ def _inflight_budgets(config: DaemonConfig, tenants: Tenants) -> InflightBudgets
 def _store_limits(config: DaemonConfig, tenants: Tenants) -> StoreLimits:
     """Raises ConfigError for limits that the backend cannot see to."""
     for tenant, settings in tenants.settings.items():
-        if config.backend == "mooncake" and settings.needs_index:
+        if config.is_shared and settings.needs_index:
             expected = f"no quota_bytes, quota_objects and ttl_s (of {tenant.name}): the store of others decides"
             raise ConfigError("backend", config.backend, expected)
     return StoreLimits(

@@ -9,7 +9,7 @@ from hicache.spec import CacheSpec
 from hicache.tenancy import DEFAULT_TENANT
 
 DAEMON_SCHEMES = ("unix", "tcp")
-EMBEDDED_SCHEMES = ("lmdb", "file")
+EMBEDDED_SCHEMES = ("lmdb", "file", "mooncake")
 CAPACITY_BYTES_DEFAULT = 10 * 1024**3
 
 
@@ -28,6 +28,8 @@ def open_l3(
       a daemon that is away now is used as soon as it is there.
     - ``lmdb:///path``, ``file:///path``: a backend in this process, of ``capacity_bytes``, for ``tenant``. Raises
       StorageInUse and BackendError where it cannot be opened.
+    - ``mooncake://host:port?name=value``: a client of a Mooncake store in this process, which shares it with all others
+      and has the capacity of its nodes. Settings: docs/mooncake.md, without their prefix. Do not fork afterwards.
 
     ``memory`` must live until the L3 is closed. Raises ConfigError for every other address.
     """
@@ -53,5 +55,7 @@ def open_l3(
             object_bytes_max=max(spec.object_bytes),
         )
     raise ConfigError(
-        "l3", address, "unix:///path/to/socket, tcp://host:port, lmdb:///path, file:///path, or nothing for no L3"
+        "l3",
+        address,
+        "unix:///path/to/socket, tcp://host:port, lmdb:///path, file:///path, mooncake://host:port, or none for no L3",
     )

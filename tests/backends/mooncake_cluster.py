@@ -17,9 +17,10 @@ from typing import Any, Self
 
 import pytest
 
-from hicache.backends.mooncake_client import ENVIRONMENT
+from hicache.backends.mooncake_client import ENVIRONMENT, load_wheel
 from hicache.backends.mooncake_settings import MooncakeSettings
 from hicache.backends.mooncake_store import MooncakeBackend
+from hicache.errors import ConfigError
 
 MIB = 1 << 20
 LEASE = "2s"
@@ -34,9 +35,9 @@ def require_wheel() -> Any:  # Any: the wheel has no types
     for name, value in {**ENVIRONMENT, "MC_TCP_BIND_ADDRESS": "127.0.0.1"}.items():
         os.environ.setdefault(name, value)
     try:
-        return importlib.import_module("mooncake.store")
-    except ImportError as error:
-        reason = f"MOONCAKE IS NOT TESTED: {error} (pip install 'hicache[mooncake]', apt-get install libibverbs1)"
+        return load_wheel()
+    except ConfigError as error:
+        reason = f"MOONCAKE IS NOT TESTED: {error}"
         if os.environ.get(REQUIRED):
             pytest.fail(reason, pytrace=False)
         pytest.skip(reason, allow_module_level=True)

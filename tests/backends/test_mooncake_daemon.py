@@ -71,6 +71,8 @@ def test_what_one_daemon_stores_another_one_finds(daemons: list[DaemonProcess]) 
     samples = scrape(second.ready["http"])
     assert samples["hicache_store_read_bytes_total"] == (COUNT + 1) * PAGE
     assert samples["hicache_store_capacity_bytes"] == 64 * MIB
+    assert samples["hicache_mooncake_breaker_open"] == 0
+    assert samples["hicache_ram_objects"] == 0  # deleted, and the others were read once
 
 
 def test_a_daemon_whose_master_dies_lives_answers_misses_and_ends_in_time(
@@ -86,6 +88,9 @@ def test_a_daemon_whose_master_dies_lives_answers_misses_and_ends_in_time(
         assert set(client.get(region, KEYS, OFFSETS, SIZES)) <= misses
         assert set(client.put(region, KEYS, OFFSETS, SIZES)) <= misses
         assert http_get(daemon.ready["http"], "/healthz")[0] == 200
+        samples = scrape(daemon.ready["http"])
+        assert samples["hicache_mooncake_breaker_open"] == 1
+        assert samples["hicache_mooncake_breaker_opened_total"] >= 1
         cluster.restart_master()
         eventually(lambda: client.lookup(KEYS[:1])[0] == [Outcome.ABSENT], timeout_s=30)
         eventually(lambda: client.put(region, KEYS[:1], OFFSETS[:1], SIZES[:1])[0].is_ok, timeout_s=30)

@@ -13,13 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.backends import mooncake_client
+from hicache.backends.arena import Arena
 from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX, GetItem
 from hicache.backends.mooncake_calls import BoundedCalls
 from hicache.backends.mooncake_codes import is_without_master, outcome_of
 from hicache.backends.mooncake_layout import HEADER_BYTES, decode_header, encode_header, key_of_name, object_name
 from hicache.backends.mooncake_nodes import SuspectNodes
 from hicache.backends.mooncake_settings import MooncakeSettings, parse_url
-from hicache.backends.mooncake_staging import Staging
 from hicache.backends.open import open_backend, open_store
 from hicache.backends.residents import TenantUsage
 from hicache.backends.shared_store import SharedStore
@@ -115,12 +115,15 @@ def test_without_the_wheel_the_error_says_what_to_install(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(mooncake_client.importlib, "import_module", fail)
     monkeypatch.setattr(mooncake_client.os, "environ", {})
-    with pytest.raises(ConfigError, match=r"pip install 'hicache\[mooncake\]' and apt-get install libibverbs1 \(libib"):
+    with pytest.raises(
+        ConfigError,
+        match=r"pip install 'hicache\[mooncake\]' and apt-get install libibverbs1 libnuma1 libcurl4 \(libib",
+    ):
         open_backend("mooncake://127.0.0.1:1", capacity_bytes=1)
 
 
 def test_extents_never_overlap_and_all_comes_back() -> None:
-    staging = Staging(MIB)
+    staging = Arena(MIB)
     random = Random(3)
     held: list[tuple[object, int]] = []
     for number in range(400):
@@ -147,7 +150,7 @@ def test_extents_never_overlap_and_all_comes_back() -> None:
 
 
 def test_who_waits_for_staging_gets_it_when_it_is_released() -> None:
-    staging = Staging(MIB)
+    staging = Arena(MIB)
     whole = staging.acquire([MIB], timeout_s=0)
     assert whole is not None
     got: list[object] = []

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 
 from bench.daemon_process import BenchError
-from bench.peers import NOT_DRIVEN, OBJECT_BYTES, PeerProcess, run_peers
+from bench.peers import NOT_DRIVEN, OBJECT_BYTES, SLOW_TO_START, PeerProcess, run_peers
 from bench.peers_child import PEERS, Rounds
 from bench.store_run import Results
 
@@ -72,7 +72,7 @@ def test_every_peer_is_measured_or_named(tmp_path):
     bench = SimpleNamespace(
         results=Results(),
         folder=tmp_path,
-        plan=SimpleNamespace(repetitions=1, peers_budget_s=0.0),
+        plan=SimpleNamespace(repetitions=1, peers_budget_s=0.0, has_time_for_slow_peers=True),
         extend=lambda seconds: None,
         is_late=True,
     )
@@ -82,11 +82,24 @@ def test_every_peer_is_measured_or_named(tmp_path):
         assert any(line.startswith(f"peer {name}") for line in bench.results.skipped)
 
 
+def test_a_hurry_names_the_peers_that_start_slowly_once(tmp_path):
+    bench = SimpleNamespace(
+        results=Results(),
+        folder=tmp_path,
+        plan=SimpleNamespace(repetitions=1, peers_budget_s=0.0, has_time_for_slow_peers=False),
+        extend=lambda seconds: None,
+        is_late=True,
+    )
+    run_peers(bench, python=sys.executable, show=lambda _: None)
+    for name in SLOW_TO_START:
+        assert len([line for line in bench.results.skipped if line.startswith(f"peer {name}: takes longer")]) == 1
+
+
 def test_a_python_that_is_not_there_is_named_too(tmp_path):
     bench = SimpleNamespace(
         results=Results(),
         folder=tmp_path,
-        plan=SimpleNamespace(repetitions=1, peers_budget_s=0.0),
+        plan=SimpleNamespace(repetitions=1, peers_budget_s=0.0, has_time_for_slow_peers=True),
         extend=lambda seconds: None,
         is_late=False,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bench.store_grid import UNCHECKED, full_plan, quick_plan, size_text
+from bench.store_grid import MOONCAKE, UNCHECKED, full_plan, quick_plan, size_text
 
 BACKENDS = ("lmdb", "file")
 QUICK_S = 45.0
@@ -34,6 +34,16 @@ def test_quick_measures_cells_of_the_full_grid_with_the_targets_first():
         ("unix", 32, 1),
         ("tcp", 32, 1),
     }
+
+
+def test_mooncake_is_measured_after_the_targets_and_only_over_registered_memory():
+    everything = (*BACKENDS, *MOONCAKE)
+    quick, full = quick_plan(everything, with_peers=False).cells, full_plan(everything).cells
+    assert quick[:8] == quick_plan(BACKENDS, with_peers=False).cells[:8]
+    assert set(quick) <= set(full)
+    shared = [cell for cell in full if cell.backend in MOONCAKE]
+    assert {(cell.path, cell.clients) for cell in shared} == {("memory", 1)}
+    assert len(shared) == len(MOONCAKE) * 4 * 2
 
 
 def test_sizes_read_well():

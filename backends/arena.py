@@ -1,4 +1,4 @@
-"""Registered memory that objects pass through on their way to and from a store that writes into it by itself."""
+"""One mapping of memory, given out in extents that are their holder's alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import numpy as np
 ALIGNMENT_BYTES = 4096
 
 
-class Staging:
+class Arena:
     """One mapping, given out in extents. Thread-safe.
 
     An extent belongs to whoever acquired it until ``release``: a transfer that nobody waits for any more keeps its
     extent, so what it writes late goes nowhere. Extents are first-fit from the low end: what is used stays resident.
+    They are whole pages: no page ever has bytes of two holders.
     """
 
     def __init__(self, size_bytes: int) -> None:
