@@ -198,7 +198,7 @@ class CrashClient:
     def _lookup(self) -> bool:
         """Look up and lease: what is leased is there for the get that may follow, with which its lease ends."""
         now_s = time.monotonic()
-        leased_bytes = sum(record.stored_bytes for record in self._records.values() if record.leased_until_s > now_s)
+        leased_bytes = sum(record.stored_bytes for record in self._records.values() if record.kept_until_s > now_s)
         bytes_max = self._role.capacity_bytes * LEASED_SHARE / self._role.clients
         batch = [record for record in self._some(BATCH_ITEMS_MAX) if record.belief is Belief.STORED]
         if leased_bytes + sum(record.stored_bytes for record in batch) > bytes_max:
@@ -211,22 +211,23 @@ class CrashClient:
             if outcome not in UNANSWERED:
                 record.used_s = time.monotonic()
             if outcome is Outcome.OK:
-                record.leased_until_s = now_s + LEASE_S
+                record.leased_until_s = record.kept_until_s = now_s + LEASE_S
                 leased.append(record)
         if self._random.random() < LEASE_KEPT_SHARE:
             return self._note("lookup", outcomes)
-        for record, outcome in zip(leased, self._read(leased), strict=True):
-            record.leased_until_s, leased_until_s = 0.0, record.leased_until_s
-            if outcome not in UNANSWERED | {Outcome.OK} and time.monotonic() < leased_until_s:
+        for outcome in self._read(leased):
+            if outcome not in UNANSWERED | {Outcome.OK} and time.monotonic() < now_s + LEASE_S:
                 self._report.odd.append((time.monotonic(), f"a get of a leased object: {outcome.name}"))
         return self._note("lookup", outcomes)
 
     # what steps are made of
 
     def _read(self, batch: Sequence[Record]) -> list[Outcome]:
-        """Get objects and compare them, every byte."""
+        """Get objects and compare them, every byte. The leases on them end with that."""
         for record in batch:
             record.used_s = math.inf
+            if own := self._records.get(record.key):  # which may have been read as that of another
+                own.leased_until_s = 0.0
         outcomes = self._move(self._l3.get, batch)
         for record, item, outcome in zip(batch, self._items(batch), outcomes, strict=True):
             record.found = outcome.name
