@@ -301,6 +301,13 @@ class TestPins:
         rig.store.unpin([key(0)])
         assert rig.pin(9) == [Outcome.OK]
 
+    def test_limits_of_pins_follow_the_capacity(self, rig: Rig) -> None:
+        rig.open(pin_share=0.1)
+        rig.put_each(range(30))
+        assert rig.pin(*range(30)).count(Outcome.OK) == SLOTS // 10
+        rig.store.resize(2 * SLOTS * SLOT)
+        assert rig.pin(*range(30)).count(Outcome.OK) == 2 * SLOTS // 10
+
     def test_pins_of_one_tenant_leave_the_store_to_others(self, rig: Rig) -> None:
         rig.open(mine=TenantLimits(), other=TenantLimits())
         rig.put_each(range(90))
