@@ -320,7 +320,7 @@ class ObjectStore:
         with self._removal_lock:
             with self._lock:
                 self._catalog.doomed.update(key for key in keys if key in self._catalog.writing)
-                sizes = {key: self._catalog.discard(key, Removal.DELETED) for key in keys}
+                sizes = {key: self._catalog.discard(key, Removal.DELETED) for key in dict.fromkeys(keys)}
             outcomes = self._backend.delete(keys)
             with self._lock:
                 for key, outcome in zip(keys, outcomes, strict=True):
