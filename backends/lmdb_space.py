@@ -146,4 +146,4 @@ class ChunkSpace:
     def wait_until_unused(self, *, end: int, timeout_s: float) -> bool:
         """Whether no chunk from ``end`` on is in use, or comes out of use in time."""
         with self._lock:
-            return self._lock.wait_for(lambda: self._ids.used_end <= end, timeout_s)
+            return self._lock.wait_for(lambda: not self._ids.is_used_from(end), timeout_s)

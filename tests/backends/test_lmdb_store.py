@@ -589,6 +589,25 @@ def test_a_disk_that_is_full_in_the_middle_of_a_resize_leaves_the_old_size(
     assert len(fill(backend, range(40))) == 16
 
 
+def test_an_index_that_cannot_be_read_in_a_resize_leaves_the_old_capacity(
+    backend: LmdbBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = fill(backend, range(40))
+    backend.delete([key(number) for number in stored[:8]])
+
+    def unreadable(_: Index) -> Iterator[object]:
+        raise lmdb.Error("unreadable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "records", unreadable)
+        with pytest.raises(BackendError, match="unreadable"):
+            backend.resize(8 * MIB, floor_bytes=0)
+    assert backend.usage().capacity_bytes == 16 * MIB
+    assert len(fill(backend, range(100, 140))) == 8, "all that is free, also behind the smaller capacity"
+    backend.resize(32 * MIB, floor_bytes=0)
+    assert len(fill(backend, range(200, 240))) == 16
+
+
 RESIZE_UNTIL_KILLED = """
 import sys
 from pathlib import Path
