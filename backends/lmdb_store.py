@@ -15,6 +15,7 @@ import lmdb
 
 from hicache.backends.base import GetItem, PutItem, StoredBatch, StoredObject, Usage, is_storable_key
 from hicache.backends.chunk_ids import CHUNK_IDS_MAX, ChunkIds
+from hicache.backends.lmdb_env import CLOSE_WAIT_S
 from hicache.backends.lmdb_index import KEYS_PER_TRANSACTION, Found, Index
 from hicache.backends.lmdb_layout import CHUNK_BYTES, ChunkIdArray, IndexRecord, chunk_count, decode_record
 from hicache.backends.lmdb_load import LoadedIndex, load_index
@@ -296,13 +297,17 @@ class LmdbBackend:
     def close(self) -> None:
         """See ``Backend.close``. Takes at most about SYNC_BUDGET_S for what has not reached the medium yet.
 
-        Does nothing in a forked child.
+        Waits for puts in progress, which would write into the chunks of whoever opens the store next. Raises
+        BackendError when one does not end: then the directory stays taken until the process ends. Does nothing in a
+        forked child.
         """
         if os.getpid() != self._pid:
             return
         with self._close_lock:
             if not self._is_closed:
                 self._is_closed = True
+                if not self._claims.shut(timeout_s=CLOSE_WAIT_S):
+                    raise BackendError(f"puts did not end within {CLOSE_WAIT_S} s")
                 self._files.close(sync_budget_s=SYNC_BUDGET_S)
 
 

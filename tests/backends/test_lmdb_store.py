@@ -19,8 +19,9 @@ from hicache.backends import lmdb_layout
 from hicache.backends.base import GetItem
 from hicache.backends.lmdb_env import DELETE_RESERVE_BYTES, SPARE_READERS, LmdbEnvironment, Transaction
 from hicache.backends.lmdb_index import Found, Index
-from hicache.backends.lmdb_layout import CHUNK_BYTES, decode_record
-from hicache.backends.lmdb_slab import SLAB_NAME
+from hicache.backends.lmdb_layout import CHUNK_BYTES, ChunkIdArray, decode_record
+from hicache.backends.lmdb_slab import SLAB_NAME, Slab
+from hicache.backends.lmdb_space import KeyClaims
 from hicache.backends.lmdb_store import LmdbBackend
 from hicache.backends.marker import MARKER_NAME, StoreMarker, write_marker
 from hicache.errors import BackendError, ConfigError
@@ -411,6 +412,33 @@ def test_an_object_that_is_deleted_and_whose_space_is_filled_again_while_it_is_r
         assert get(backend, key(1), len(content)) == (Outcome.OK, content)
     assert get(backend, key(1), len(content))[0] is Outcome.ABSENT
     assert len(fill(backend, range(30, 60))) == 15
+
+
+def test_a_store_closes_after_the_put_that_is_in_progress(
+    backend: LmdbBackend, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the put would go on in chunks that the next process to open the store gives to others."""
+    closing = threading.Thread(target=backend.close)
+    write, shut, is_shutting = Slab.write, KeyClaims.shut, threading.Event()
+
+    def write_late(slab: Slab, name: bytes, content: memoryview, chunk_ids: ChunkIdArray) -> int:
+        closing.start()
+        assert is_shutting.wait(20.0)
+        return write(slab, name, content, chunk_ids)
+
+    def shut_heard(claims: KeyClaims, *, timeout_s: float) -> bool:
+        is_shutting.set()
+        return shut(claims, timeout_s=timeout_s)
+
+    monkeypatch.setattr(Slab, "write", write_late)
+    monkeypatch.setattr(KeyClaims, "shut", shut_heard)
+    assert put(backend, (key(1), payload(1, MIB))) == [Outcome.OK]
+    closing.join()
+    with pytest.raises(BackendError, match="closed"):
+        put(backend, (key(2), payload(2, MIB)))
+    backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
+    assert get(backend, key(1), MIB) == (Outcome.OK, payload(1, MIB))
+    backend.close()
 
 
 def test_reads_leave_no_reader_slots_behind(backend: LmdbBackend) -> None:
