@@ -202,17 +202,23 @@ class Evictor:
 
     def sweep(self) -> int:
         """Remove objects that have expired, EVICTION_KEYS_MAX at most; returns how many. Ask again until it is 0."""
-        with self._removal_lock:
-            with self._catalog.lock:
-                self._catalog.expire_holds()
-                tenants = self._catalog.residents.tenants()
-            for tenant in tenants:
-                while (victims := self._take_expired(tenant)) is None:
-                    pass  # the lock was let go in between
-                count = self._count_removed(Cause.TTL)
-                if victims and self._delete(victims, Cause.TTL):
-                    return self._count_removed(Cause.TTL) - count
+        with self._catalog.lock:
+            self._catalog.expire_holds()
+            tenants = self._catalog.residents.tenants()
+        for tenant in tenants:
+            with self._removal_lock:  # for one tenant at a time, since puts may wait for it
+                if count := self._sweep_tenant(tenant):
+                    return count
         return 0
+
+    def _sweep_tenant(self, tenant: bytes) -> int:
+        """Removes what has expired of one tenant, and returns how many those were."""
+        while (victims := self._take_expired(tenant)) is None:
+            pass  # the lock of the catalog was let go in between
+        before = self._count_removed(Cause.TTL)
+        if victims:
+            self._delete(victims, Cause.TTL)
+        return self._count_removed(Cause.TTL) - before
 
     def _take_expired(self, tenant: bytes) -> Victims | None:
         with self._catalog.lock:

@@ -217,8 +217,8 @@ class FileBackend:
         path = self.path_of(item.key)
         try:
             outcome, inode = self._files.read(path, item)
-            if outcome is Outcome.CORRUPT and self.settings.shared:  # or written again while it was read
-                outcome, inode = self._files.read(path, item)
+            if outcome is Outcome.CORRUPT:
+                outcome, inode = self._read_again(path, item)
         except FileNotFoundError:
             return Outcome.ABSENT
         except OSError as error:
@@ -230,6 +230,16 @@ class FileBackend:
                 self._require_open()
                 self._remove(path, inode=inode)  # unless another file has taken the name meanwhile
         return outcome
+
+    def _read_again(self, path: str, item: GetItem) -> tuple[Outcome, int]:
+        """Into memory that no client shares: whoever wrote to the target meanwhile costs nobody an object. Another
+        process may have written the file again while it was read, too.
+        """
+        own = memoryview(bytearray(item.target.nbytes))
+        outcome, inode = self._files.read(path, GetItem(item.key, own))
+        if outcome is Outcome.OK:
+            item.target.cast("B")[:] = own
+        return outcome, inode
 
     def _remove(self, path: str, *, inode: int | None = None) -> Outcome:
         """Remove an object's file and give its space back; the caller holds the key."""

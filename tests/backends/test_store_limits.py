@@ -168,13 +168,24 @@ class TestShares:
 
     def test_a_borrower_whose_objects_are_leased_costs_nobody_within_his_share_anything(self, rig: Rig) -> None:
         rig.open()
-        rig.put_each(range(25), OTHER_TENANT)
         rig.put_each(range(60))
-        rig.store.lookup([key(number) for number in range(50)], lease_s=10.0)
+        rig.store.lookup([key(number) for number in range(50)], lease_s=10.0)  # while all of the store is its share
+        rig.put_each(range(25), OTHER_TENANT)
         rig.put_each(range(100, 130), THIRD_TENANT)
         rig.put_each(range(200, 300), THIRD_TENANT)
         assert rig.present(range(25), OTHER_TENANT) == list(range(25))
         assert rig.present(range(50)) == list(range(50))
+
+    def test_a_tenant_that_leases_all_it_puts_keeps_what_it_put_last(self, rig: Rig) -> None:
+        rig.open(mine=TenantLimits(weight=2.0), other=TenantLimits())
+        rig.put_each(range(60), OTHER_TENANT)
+        for number in range(100):
+            rig.put(number)
+            rig.store.lookup([key(number)], lease_s=1000.0)
+            assert rig.present(range(max(0, number - 9), number + 1)) == [*range(max(0, number - 9), number + 1)]
+        assert rig.store.stats().holds.leased_keys == SLOTS // 2 * 2 // 3
+        _, lease = rig.store.lookup([key(number, OTHER_TENANT) for number in range(60)], lease_s=1000.0)
+        assert lease, "leases of one tenant leave those of others their part"
 
     def test_a_full_medium_costs_the_tenant_that_puts(self, rig: Rig) -> None:
         rig.open()
@@ -300,6 +311,13 @@ class TestPins:
         assert rig.pin(0, 1, tenant=OTHER_TENANT) == [Outcome.OK, Outcome.REFUSED]
         rig.store.unpin([key(0)])
         assert rig.pin(9) == [Outcome.OK]
+
+    def test_limits_of_pins_follow_the_capacity(self, rig: Rig) -> None:
+        rig.open(pin_share=0.1)
+        rig.put_each(range(30))
+        assert rig.pin(*range(30)).count(Outcome.OK) == SLOTS // 10
+        rig.store.resize(2 * SLOTS * SLOT)
+        assert rig.pin(*range(30)).count(Outcome.OK) == 2 * SLOTS // 10
 
     def test_pins_of_one_tenant_leave_the_store_to_others(self, rig: Rig) -> None:
         rig.open(mine=TenantLimits(), other=TenantLimits())
