@@ -69,6 +69,7 @@ class Catalog:
     def set_capacity(self, capacity_bytes: int) -> None:
         """Another capacity: what leases and pins may keep is a share of it. What is kept already stays."""
         self._capacity_bytes = capacity_bytes
+        self._pin_limits.clear()
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are there, for those who look for them: what has expired is not, unless something keeps it."""

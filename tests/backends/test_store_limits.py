@@ -307,6 +307,16 @@ class TestPins:
         assert rig.pin(*range(90)).count(Outcome.OK) == 12
         assert rig.put(*range(100, 180), tenant=OTHER_TENANT) == [Outcome.OK] * 80
 
+    def test_what_pins_may_protect_follows_the_capacity(self, rig: Rig) -> None:
+        rig.open(pin_share=0.1)
+        rig.put_each(range(40))
+        assert rig.pin(*range(12)).count(Outcome.OK) == 10
+        rig.store.resize(2 * SLOTS * SLOT)
+        assert rig.pin(*range(10, 22)).count(Outcome.OK) == 10
+        rig.store.unpin([key(number) for number in range(5, 22)])
+        rig.store.resize(SLOTS * SLOT)
+        assert rig.pin(*range(30, 40)) == [Outcome.OK] * 5 + [Outcome.REFUSED] * 5
+
     def test_what_its_owner_deletes_or_what_is_corrupt_is_pinned_no_more(self, rig: Rig) -> None:
         rig.open()
         rig.put(1, 2)
