@@ -32,7 +32,7 @@ class Rig:
         self.now_s = 1_000_000.0
         self.store: ObjectStore
 
-    def open(self, *, pin_share: float = 0.25, **by_tenant: TenantLimits) -> ObjectStore:
+    def open(self, *, pin_share: float = 0.25, objects_max: int = 0, **by_tenant: TenantLimits) -> ObjectStore:
         """``mine`` and ``other`` are the limits of the two tenants."""
         digests = {"mine": TENANT, "other": OTHER_TENANT, "third": THIRD_TENANT}
         self.files = FileBackend.open(self.directory, capacity_bytes=SLOTS * SLOT)
@@ -43,6 +43,7 @@ class Rig:
             high_watermark=0.9,
             low_watermark=0.8,
             free_space_floor_bytes=0,
+            objects_max=objects_max,
             limits=StoreLimits(
                 by_tenant={digests[name]: limits for name, limits in by_tenant.items()}, pin_share=pin_share
             ),
@@ -175,6 +176,19 @@ class TestShares:
         rig.put_each(range(200, 300), THIRD_TENANT)
         assert rig.present(range(25), OTHER_TENANT) == list(range(25))
         assert rig.present(range(50)) == list(range(50))
+
+    def test_at_objects_max_shares_are_of_objects_so_many_small_ones_do_not_push_out_few_large_ones(
+        self, rig: Rig
+    ) -> None:
+        rig.open(objects_max=40)
+        rig.put_each(range(10), OTHER_TENANT)
+        for start in range(0, 300, 5):
+            assert rig.put(*range(start, start + 5), size=100) == [Outcome.OK] * 5
+        assert rig.present(range(10), OTHER_TENANT) == list(range(10))
+        assert rig.present(range(270, 300)) == list(range(270, 300))
+        rig.put_each(range(10, 20), OTHER_TENANT)
+        assert rig.present(range(20), OTHER_TENANT) == list(range(20))
+        assert rig.present(range(300)) == list(range(280, 300))
 
     def test_a_full_medium_costs_the_tenant_that_puts(self, rig: Rig) -> None:
         rig.open()
