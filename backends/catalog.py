@@ -222,6 +222,13 @@ class Catalog:
             used[tenant] = used.get(tenant, 0) + reserved_bytes
         return used
 
+    def used_objects(self) -> dict[bytes, int]:
+        """As ``used_bytes``, in objects."""
+        used = {tenant: self.residents.tenant_usage(tenant).objects for tenant in self.residents.tenants()}
+        for tenant, objects in self.reserved_objects.items():
+            used[tenant] = used.get(tenant, 0) + objects
+        return used
+
     def reserve(self, keys: Sequence[bytes], size_bytes: int) -> None:
         """A put of objects of one tenant begins, which will store ``size_bytes``."""
         tenant = tenant_of(keys[0])

@@ -309,7 +309,11 @@ class FileBackend:
         if not self.accounts.set_capacity(capacity_bytes):
             raise BackendError("more is stored than the smaller capacity holds: delete first")
         self.spares.bytes_max = capacity_bytes // SPARE_SHARE
-        self._files.unlink(self.spares.give_up(self.spares.bytes_max))
+        self._give_up_spares(self.spares.bytes_max)
+
+    def fit_spares(self) -> None:
+        """Remove the spare files for which the capacity has no room: others may have taken it."""
+        self._give_up_spares(self.accounts.reserve(0) or 0)
 
     def close(self) -> None:
         """See ``Backend.close``. Waits for puts and deletes in progress. Does nothing in a forked child."""
@@ -336,9 +340,12 @@ class FileBackend:
         left_bytes = self.accounts.reserve(stored_bytes)
         if left_bytes is None:
             return False
-        if self.spares.total_bytes > left_bytes:
-            self._files.unlink(self.spares.give_up(left_bytes))
+        self._give_up_spares(left_bytes)
         return True
+
+    def _give_up_spares(self, bytes_max: int) -> None:
+        if self.spares.total_bytes > bytes_max:
+            self._files.unlink(self.spares.give_up(bytes_max))
 
 
 def _counts_of(found: Iterable[StoredObject]) -> Counts:
