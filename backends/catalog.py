@@ -11,7 +11,7 @@ from itertools import groupby
 
 import numpy as np
 
-from hicache.backends.base import StoredObject
+from hicache.backends.base import StoredBatch
 from hicache.backends.events import Events, Removal
 from hicache.backends.key_rows import PackedKeys
 from hicache.backends.key_table import NO_SLOT, Slots
@@ -38,7 +38,7 @@ class Catalog:
 
     def __init__(
         self,
-        scanned: Iterable[StoredObject],
+        scanned: Iterable[StoredBatch],
         *,
         stored_bytes: Callable[[int], int],
         capacity_bytes: int,

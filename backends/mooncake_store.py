@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Self
 
-from hicache.backends.base import GetItem, Number, PutItem, StoredObject, Usage, is_storable_key
+from hicache.backends.base import GetItem, Number, PutItem, StoredBatch, Usage, is_storable_key
 from hicache.backends.mooncake_client import Connection, connect
 from hicache.backends.mooncake_codes import TRANSFER_FAIL, outcome_of
 from hicache.backends.mooncake_identity import STORE_ID_STORED_BYTES, StoreIdentity
@@ -310,7 +310,7 @@ class MooncakeBackend:
     def touch(self, used: Sequence[tuple[bytes, float]]) -> None:
         """Nothing: the store takes an object that is looked up or read for a used one."""
 
-    def scan(self) -> Iterator[StoredObject]:
+    def scan(self) -> Iterator[StoredBatch]:
         """See ``Backend.scan``, of all daemons; no object has a time of use. Raises BackendError without a master."""
         self._begin()
         try:
@@ -318,10 +318,9 @@ class MooncakeBackend:
         except OSError as error:
             raise BackendError(f"the Mooncake master does not list its objects ({error})") from error
         for start in range(0, len(names), SCAN_PAGE_KEYS):
-            for name, copies in self._link.locate(names[start : start + SCAN_PAGE_KEYS]).items():
-                key = key_of_name(name)
-                if key is not None and copies.size_bytes > HEADER_BYTES:
-                    yield StoredObject(key, copies.size_bytes - HEADER_BYTES, used_at_s=0.0)
+            located = self._link.locate(names[start : start + SCAN_PAGE_KEYS])
+            found = [(key_of_name(name), copies.size_bytes - HEADER_BYTES) for name, copies in located.items()]
+            yield StoredBatch.of([(key, size, 0.0) for key, size in found if key is not None and size > 0])
 
     def usage(self) -> Usage:
         """Of the whole pool with all its users and all copies; a moment old, or older while no master answers."""

@@ -6,12 +6,11 @@ import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX, StoredObject, is_storable_key
+from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX, StoredBatch, is_storable_key
 from hicache.backends.columns import Column
 from hicache.backends.key_index import KeyIndex
 from hicache.backends.key_table import NO_SLOT, Slots, first_of_each
@@ -19,7 +18,6 @@ from hicache.backends.victims import NEVER, SCAN_SLOTS, VictimQueue
 from hicache.tenancy import TENANT_BYTES
 
 EXAMINED_MAX = 1024  # by one take_victims, which runs under the lock of the store
-LOADED_AT_ONCE = 1 << 16
 TICK_S = 2.0**-21  # between two uses: until 2106 a float64 of seconds since the epoch can tell them apart
 
 _IS_ASIDE = 1  # met by take_victims and not to go
@@ -54,7 +52,7 @@ class Residents:
 
     def __init__(
         self,
-        scanned: Iterable[StoredObject] = (),
+        scanned: Iterable[StoredBatch] = (),
         *,
         stored_bytes: Callable[[int], int],
         now_s: float = math.inf,
@@ -81,14 +79,8 @@ class Residents:
         self._count = self._aside_count = 0
         self._newest_s = -math.inf
         self._queues: dict[int | None, VictimQueue] = {}  # by owner; 16 bytes for a 256th or 1,024 of its objects
-        stored = iter(scanned)
-        while chunk := list(islice(stored, LOADED_AT_ONCE)):
-            self.load(
-                [found.key for found in chunk],
-                [found.size_bytes for found in chunk],
-                [found.used_at_s for found in chunk],
-                now_s=now_s,
-            )
+        for batch in scanned:
+            self.load(batch.keys, batch.sizes_bytes, batch.used_at_s, now_s=now_s)
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, bytes) and self._keys.find_one(key) != NO_SLOT

@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
@@ -161,9 +161,9 @@ class ObjectStore:
         Who subscribed before the first part, and reads the events that have come after each part, has everything.
         Reads the index on the medium, so take a part in a thread that may wait.
         """
-        scanned = self._backend.scan()
-        while part := list(islice(scanned, SNAPSHOT_KEYS)):
-            keys = [stored.key for stored in part if tenant_of(stored.key) == tenant]
+        keys_there = chain.from_iterable(batch.keys for batch in self._backend.scan())
+        while part := list(islice(keys_there, SNAPSHOT_KEYS)):
+            keys = [key for key in part if tenant_of(key) == tenant]
             with self._lock:
                 found = self._catalog.residents.find(keys)  # what has expired, too: its removal will be an event
             yield [key for key, is_there in zip(keys, found, strict=True) if is_there]
