@@ -12,7 +12,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX, StoredBatch, is_storable_key
 from hicache.backends.columns import Column
-from hicache.backends.key_index import KeyIndex
+from hicache.backends.key_index import ONE_BY_ONE_MAX, KeyIndex
 from hicache.backends.key_table import NO_SLOT, Slots, first_of_each
 from hicache.backends.victims import NEVER, SCAN_SLOTS, VictimQueue
 from hicache.tenancy import TENANT_BYTES
@@ -143,6 +143,22 @@ class Residents:
         tenant.payload_bytes += size_bytes
         tenant.stored_bytes += self._stored_bytes(size_bytes)
 
+    def add_many(self, keys: Sequence[bytes], sizes_bytes: Sequence[int], *, now_s: float) -> None:
+        """``add`` each, the first one as the last, and so as the most recently used."""
+        if len(keys) <= ONE_BY_ONE_MAX or self._gone or len(self._keys.places_of_new(keys)) < len(keys):
+            for key, size_bytes in zip(reversed(keys), reversed(sizes_bytes), strict=True):
+                self.add(key, size_bytes, now_s=now_s)
+            return
+        if not all(map(is_storable_key, keys)):
+            raise ValueError(f"a key has 1 to {PHYSICAL_KEY_BYTES_MAX} bytes")
+        recycled = self._free[-len(keys) :]
+        del self._free[-len(keys) :]
+        first = self._new_slots(len(keys) - len(recycled))
+        slots = np.concatenate([np.array(recycled, dtype=np.int64), np.arange(first, self._slot_end)])
+        self._fill(slots, keys, np.array(sizes_bytes, dtype=np.int64))
+        self._restamp(slots, now_s)
+        self._flags.array[slots] = 0
+
     def discard(self, key: bytes) -> int | None:
         """Remove; returns the payload size, None when it was not there."""
         slot = self._keys.remove_one(key)
@@ -183,17 +199,19 @@ class Residents:
             keys, sizes, times = [keys[place] for place in fresh.tolist()], sizes[fresh], times[fresh]
         if not keys:
             return
-        first = self._new_slots(len(keys))
-        slots = np.arange(first, first + len(keys))
-        owners = self._load_tenants([key[:TENANT_BYTES] for key in keys], sizes)
-        self._sizes.array[slots] = sizes
+        slots = np.arange(self._new_slots(len(keys)), self._slot_end)
+        self._fill(slots, keys, sizes)
         self._used.array[slots] = times
-        self._owners.array[slots] = owners
-        self._keys.insert(keys, slots)
-        self._count += len(keys)
         self._newest_s = max(self._newest_s, float(times.max()))
 
-    def _load_tenants(self, digests: list[bytes], sizes: NDArray[np.int64]) -> NDArray[np.uint32]:
+    def _fill(self, slots: Slots, keys: Sequence[bytes], sizes: NDArray[np.int64]) -> None:
+        """Put new keys into free slots; their times are still missing."""
+        self._keys.insert(keys, slots)
+        self._sizes.array[slots] = sizes
+        self._owners.array[slots] = self._count_owned([key[:TENANT_BYTES] for key in keys], sizes)
+        self._count += len(keys)
+
+    def _count_owned(self, digests: list[bytes], sizes: NDArray[np.int64]) -> NDArray[np.uint32]:
         """Counts objects for their tenants, and returns the tenants' numbers."""
         numbers = {digest: self._tenant(digest).number for digest in set(digests)}
         owners = np.array([numbers[digest] for digest in digests], dtype=np.uint32)
@@ -262,6 +280,8 @@ class Residents:
 
     def put_back(self, keys: Sequence[bytes]) -> None:
         """What kept these has ended: those set aside are now the most recently used, the first as the last."""
+        if not self._aside_count:
+            return
         slots = self._keys.find(keys)
         self._restamp(slots[(self._flags.array[slots] & _IS_ASIDE) != 0], self._newest_s)
 

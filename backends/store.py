@@ -303,14 +303,19 @@ class ObjectStore:
     def _index_stored(self, items: Sequence[PutItem], outcomes: list[Outcome], *, is_settled: bool = False) -> None:
         """Make stored objects visible; those that exist but are not indexed only when nothing is being removed."""
         with self._lock:
-            for item, outcome in reversed(list(zip(items, outcomes, strict=True))):
+            catalog = self._catalog
+            keys: list[bytes] = []
+            sizes_bytes: list[int] = []
+            for item, outcome in zip(items, outcomes, strict=True):
                 is_new = outcome is Outcome.OK
-                if is_new or (is_settled and outcome is Outcome.EXISTS and item.key not in self._catalog.residents):
-                    self._catalog.add(item.key, item.payload.nbytes)
-                    for reading in self._catalog.reads:
-                        reading.keys.discard(item.key)
+                if is_new or (is_settled and outcome is Outcome.EXISTS and item.key not in catalog.residents):
+                    keys.append(item.key)
+                    sizes_bytes.append(item.payload.nbytes)
                 if is_new:
-                    self._catalog.counters.bytes_written += item.payload.nbytes
+                    catalog.counters.bytes_written += item.payload.nbytes
+            catalog.add(keys, sizes_bytes)
+            for reading in catalog.reads:
+                reading.keys.difference_update(keys)
 
     def delete(self, keys: Sequence[bytes]) -> list[Outcome]:
         """See ``Backend.delete``. An object that is being written just now is deleted when it is complete.
@@ -326,7 +331,7 @@ class ObjectStore:
                 for key, outcome in zip(keys, outcomes, strict=True):
                     size_bytes = sizes[key]
                     if outcome is Outcome.IO_ERROR and size_bytes is not None and key not in self._catalog.residents:
-                        self._catalog.add(key, size_bytes)
+                        self._catalog.add([key], [size_bytes])
             return outcomes
 
     def sweep(self) -> int:

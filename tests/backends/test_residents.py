@@ -102,6 +102,15 @@ class ResidentsMachine(RuleBasedStateMachine):
         if self.is_held(key):
             self.held_sizes[key] = size_bytes
 
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=24), size_bytes=st.integers(1, 100))
+    def add_many(self, keys: list[bytes], size_bytes: int) -> None:
+        self.real.add_many(keys, range(size_bytes, size_bytes + len(keys)), now_s=self.now_s)
+        for place in reversed(range(len(keys))):
+            self.model[keys[place]] = ModelObject(size_bytes + place, self.use_now())
+            self.touched.discard(keys[place])
+            if self.is_held(keys[place]):
+                self.held_sizes[keys[place]] = size_bytes + place
+
     @rule(key=st.sampled_from(KEYS))
     def add_expired(self, key: bytes) -> None:
         self.discard(key)
@@ -259,6 +268,7 @@ def test_residents_do_what_the_model_does(scale: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(victims, "QUEUE_MIN", 2)
         monkeypatch.setattr(residents, "EXAMINED_MAX", 3)
         monkeypatch.setattr(key_index, "ONE_BY_ONE_MAX", 2)
+        monkeypatch.setattr(residents, "ONE_BY_ONE_MAX", 2)
         monkeypatch.setattr(key_table, "_FIRST_BUCKETS", 1)
         monkeypatch.setattr(key_table, "_SPLIT_BUCKETS", 1)
         monkeypatch.setattr(KeyHash, "of_row", lambda hasher, row: (row[0] % 2) << 60 | row[1] % 2)
