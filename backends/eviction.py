@@ -53,15 +53,15 @@ class Evictor:
 
     def set_capacity(self, capacity_bytes: int, *, objects_max: int) -> None:
         """The watermarks are shares of this."""
-        self._objects_max = objects_max
+        self.objects_max = objects_max
         self._capacity_bytes = capacity_bytes
         self._high_bytes = int(capacity_bytes * self._high_watermark)
         self._low_bytes = int(capacity_bytes * self._low_watermark)
 
     @property
-    def slack_bytes(self) -> int:
-        """What is always free after an eviction."""
-        return self._capacity_bytes - self._low_bytes
+    def round_bytes(self) -> int:
+        """What a put may make room for at a time: as much as one eviction frees."""
+        return max(self._capacity_bytes - self._low_bytes, self._capacity_bytes // 20)
 
     def shrink(self) -> None:
         """Evict down to the low watermark when the store is above the high one."""
@@ -95,7 +95,7 @@ class Evictor:
 
     def _surplus_objects(self) -> int:
         with self._catalog.lock:
-            return len(self._catalog.residents) + self._catalog.reserved_objects.total() - self._objects_max
+            return len(self._catalog.residents) + self._catalog.reserved_objects.total() - self.objects_max
 
     def _surplus_bytes(self) -> int:
         """What so many objects, and some more, store on the average."""
@@ -103,7 +103,7 @@ class Evictor:
         if surplus <= 0:
             return 0
         usage = self._backend.usage()
-        return (surplus + self._objects_max // SPARE_OBJECTS_PART) * usage.stored_bytes // max(1, usage.objects)
+        return (surplus + self.objects_max // SPARE_OBJECTS_PART) * usage.stored_bytes // max(1, usage.objects)
 
     def make_room_in_quota(self, tenant: bytes, sizes_bytes: Sequence[int]) -> int:
         """Evict of ``tenant`` alone until objects of these stored sizes, which are reserved, fit into its quota.
