@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -14,6 +13,7 @@ from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX, StoredBatch, is_storab
 from hicache.backends.columns import Column
 from hicache.backends.key_index import ONE_BY_ONE_MAX, KeyIndex
 from hicache.backends.key_table import NO_SLOT, Slots, first_of_each
+from hicache.backends.tenant_usage import Owner, TenantUsage
 from hicache.backends.victims import NEVER, SCAN_SLOTS, VictimQueue
 from hicache.tenancy import TENANT_BYTES
 
@@ -22,24 +22,6 @@ TICK_S = 2.0**-21  # between two uses: until 2106 a float64 of seconds since the
 
 _IS_ASIDE = 1  # met by take_victims and not to go
 _IS_TOUCHED = 2  # used since its time was written to the medium
-
-
-@dataclass(frozen=True, slots=True)
-class TenantUsage:
-    """What one tenant has."""
-
-    payload_bytes: int = 0
-    stored_bytes: int = 0  # what that takes of the capacity
-    objects: int = 0
-
-
-@dataclass(slots=True)
-class _Tenant:
-    number: int
-    payload_bytes: int = 0
-    stored_bytes: int = 0
-    objects: int = 0
-    aside: int = 0
 
 
 class Residents:
@@ -73,8 +55,8 @@ class Residents:
         self._free = array("I")
         self._gone: dict[bytes, int] = {}  # discarded while held: these keep their slots
         self._held_count = self._held_bytes = 0
-        self._tenants: dict[bytes, _Tenant] = {}
-        self._owned: dict[int, _Tenant] = {}  # the same by number
+        self._tenants: dict[bytes, Owner] = {}
+        self._owned: dict[int, Owner] = {}  # the same by number
         self._last_number = 0
         self._count = self._aside_count = 0
         self._newest_s = -math.inf
@@ -334,7 +316,7 @@ class Residents:
     def tenant_usage(self, tenant: bytes) -> TenantUsage:
         """What one tenant has."""
         owned = self._tenants.get(tenant)
-        return TenantUsage(owned.payload_bytes, owned.stored_bytes, owned.objects) if owned else TenantUsage()
+        return owned.usage() if owned else TenantUsage()
 
     def tenants(self) -> list[bytes]:
         """Tenants that have objects."""
@@ -388,11 +370,11 @@ class Residents:
         self._aside_count += 1
         self._owned[self._owners.cells[slot]].aside += 1
 
-    def _tenant(self, digest: bytes) -> _Tenant:
+    def _tenant(self, digest: bytes) -> Owner:
         tenant = self._tenants.get(digest)
         if tenant is None:
             self._last_number += 1
-            tenant = self._tenants[digest] = self._owned[self._last_number] = _Tenant(self._last_number)
+            tenant = self._tenants[digest] = self._owned[self._last_number] = Owner(self._last_number)
         return tenant
 
     def _queue(self, owner: int | None) -> VictimQueue:

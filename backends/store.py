@@ -18,9 +18,9 @@ from hicache.backends.key_table import NO_SLOT
 from hicache.backends.leases import NO_LEASE
 from hicache.backends.puts import Puts
 from hicache.backends.recency_writer import RecencyWriter
-from hicache.backends.residents import TenantUsage
 from hicache.backends.store_stats import Holds, StoreStats, TenantStats
 from hicache.backends.tenant_limits import StoreLimits
+from hicache.backends.tenant_usage import TenantUsage
 from hicache.errors import ConfigError
 from hicache.outcome import Outcome
 

@@ -23,7 +23,8 @@ from hicache.backends.base import StoredBatch
 from hicache.backends.columns import Column
 from hicache.backends.key_rows import KeyHash, PackedKeys, by_length, key_of, row_of
 from hicache.backends.key_table import NO_SLOT, KeyTable, Slots
-from hicache.backends.residents import TICK_S, Residents, TenantUsage
+from hicache.backends.residents import TICK_S, Residents
+from hicache.backends.tenant_usage import TenantUsage
 from hicache.tenancy import TENANT_BYTES
 
 TENANTS = (b"a" * TENANT_BYTES, b"b" * TENANT_BYTES, b"c" * TENANT_BYTES)
