@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
-import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
 from hicache.outcome import Outcome
 
 PHYSICAL_KEY_BYTES_MAX = 128
+SCAN_OBJECTS_MAX = 1 << 16
 
 
 def is_storable_key(key: bytes) -> bool:
@@ -36,25 +36,22 @@ class GetItem:
     target: memoryview
 
 
-class StoredObject(msgspec.Struct, frozen=True, gc=False):
-    """What ``scan`` tells of an object without reading its payload. A struct: a restart makes one for every object."""
-
-    key: bytes
-    size_bytes: int
-    used_at_s: float  # when it was last written or read, as far as the medium knows; seconds since the epoch
-
-
 @dataclass(frozen=True, slots=True, eq=False)
 class StoredBatch:
-    """Many StoredObjects in columns of equal length, for a start with millions of them."""
+    """What ``scan`` tells of objects without reading their payloads, in columns of equal length: a start has millions.
+
+    ``used_at_s`` is when each was last written or read, as far as the medium knows, in seconds since the epoch.
+    """
 
     keys: list[bytes]
     sizes_bytes: NDArray[np.int64]
     used_at_s: NDArray[np.float64]
 
-    def objects(self) -> Iterator[StoredObject]:
-        """One by one."""
-        return map(StoredObject, self.keys, self.sizes_bytes.tolist(), self.used_at_s.tolist())
+    @classmethod
+    def of(cls, rows: Sequence[tuple[bytes, int, float]]) -> Self:
+        """From one (key, size_bytes, used_at_s) each."""
+        keys, sizes_bytes, used_at_s = zip(*rows, strict=True) if rows else ((), (), ())
+        return cls(list(keys), np.array(sizes_bytes, dtype=np.int64), np.array(used_at_s, dtype=np.float64))
 
 
 @dataclass(frozen=True, slots=True)
@@ -127,8 +124,12 @@ class Backend(Protocol):
         """
         ...
 
-    def scan(self) -> Iterator[StoredObject]:
-        """Every complete object, in no particular order. Partial ones have been removed when the backend was opened."""
+    def scan(self) -> Iterator[StoredBatch]:
+        """Every complete object, in no particular order, in batches of at most SCAN_OBJECTS_MAX.
+
+        Partial ones have been removed when the backend was opened. Objects that come or go meanwhile may or may not be
+        told.
+        """
         ...
 
     def usage(self) -> Usage:

@@ -11,7 +11,7 @@ from itertools import groupby
 
 import numpy as np
 
-from hicache.backends.base import StoredObject
+from hicache.backends.base import StoredBatch
 from hicache.backends.events import Events, Removal
 from hicache.backends.key_rows import PackedKeys
 from hicache.backends.key_table import NO_SLOT, Slots
@@ -38,7 +38,7 @@ class Catalog:
 
     def __init__(
         self,
-        scanned: Iterable[StoredObject],
+        scanned: Iterable[StoredBatch],
         *,
         stored_bytes: Callable[[int], int],
         capacity_bytes: int,
@@ -140,11 +140,11 @@ class Catalog:
         ttl_s = self.limits.of(tenant).ttl_s
         return self._wall_clock() - ttl_s if ttl_s > 0 else -math.inf
 
-    def add(self, key: bytes, size_bytes: int) -> None:
-        """An object is there, complete."""
-        is_new = key not in self.residents
-        self.residents.add(key, size_bytes, now_s=self._wall_clock())
-        if is_new:
+    def add(self, keys: Sequence[bytes], sizes_bytes: Sequence[int]) -> None:
+        """Objects are there, complete; the first key counts as the most recently used."""
+        told = [key for key in dict.fromkeys(keys) if key not in self.residents] if self.events.watcher_count else []
+        self.residents.add_many(keys, sizes_bytes, now_s=self._wall_clock())
+        for key in reversed(told):
             self.events.tell(key, None)
 
     def take_back(self, key: bytes, size_bytes: int, *, is_expired: bool) -> None:
@@ -152,7 +152,7 @@ class Catalog:
         if is_expired:
             self.residents.add(key, size_bytes, now_s=self._wall_clock(), is_expired=True)
         else:
-            self.add(key, size_bytes)
+            self.add([key], [size_bytes])
 
     def discard(self, key: bytes, removal: Removal) -> int | None:
         """An object is gone, or as good as gone; returns its payload size, None when it was not there."""
@@ -243,15 +243,13 @@ class Catalog:
         self.reserved_objects[tenant] -= len(keys)
         if not self.reserved_objects[tenant]:
             del self.reserved_bytes[tenant], self.reserved_objects[tenant]
-        doomed: list[bytes] = []
-        for key in keys:
-            self.writing[key] -= 1
-            if not self.writing[key]:
-                del self.writing[key]
-                self.residents.put_back([key])
-                if key in self.doomed:
-                    self.doomed.remove(key)
-                    doomed.append(key)
+        self.writing.subtract(keys)
+        ended = [key for key in dict.fromkeys(keys) if not self.writing[key]]
+        for key in ended:
+            del self.writing[key]
+        self.residents.put_back(ended)
+        doomed = [key for key in ended if key in self.doomed] if self.doomed else []
+        self.doomed.difference_update(doomed)
         return doomed
 
     def _stored_bytes_of(self, key: bytes) -> int:

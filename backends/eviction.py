@@ -65,15 +65,15 @@ class Evictor:
 
     def set_capacity(self, capacity_bytes: int, *, objects_max: int) -> None:
         """The watermarks are shares of this."""
-        self._objects_max = objects_max
+        self.objects_max = objects_max
         self._capacity_bytes = capacity_bytes
         self._high_bytes = int(capacity_bytes * self._high_watermark)
         self._low_bytes = int(capacity_bytes * self._low_watermark)
 
     @property
-    def slack_bytes(self) -> int:
-        """What is always free after an eviction."""
-        return self._capacity_bytes - self._low_bytes
+    def round_bytes(self) -> int:
+        """What a put may make room for at a time: as much as one eviction frees."""
+        return max(self._capacity_bytes - self._low_bytes, self._capacity_bytes // 20)
 
     def shrink(self) -> None:
         """Evict down to the low watermark when the store is above the high one."""
@@ -107,11 +107,11 @@ class Evictor:
 
     def _surplus_objects(self) -> int:
         with self._catalog.lock:
-            return len(self._catalog.residents) + self._catalog.reserved_objects.total() - self._objects_max
+            return len(self._catalog.residents) + self._catalog.reserved_objects.total() - self.objects_max
 
     def _objects_to_evict(self) -> int:
         surplus = self._surplus_objects()
-        return surplus + self._objects_max // SPARE_OBJECTS_PART if surplus > 0 else 0
+        return surplus + self.objects_max // SPARE_OBJECTS_PART if surplus > 0 else 0
 
     def make_room_in_quota(self, tenant: bytes, sizes_bytes: Sequence[int]) -> int:
         """Evict of ``tenant`` alone until objects of these stored sizes, which are reserved, fit into its quota.

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, TypeAlias
 
-from hicache.backends.base import Backend, GetItem, PutItem, StoredObject, Usage
+from hicache.backends.base import Backend, GetItem, PutItem, StoredBatch, Usage
 from hicache.errors import UsageError
 from hicache.outcome import Outcome
 
@@ -142,7 +142,7 @@ class FaultyBackend:
         _, hit = self._meet("touch", [key for key, _ in used])
         self._inner.touch([entry for entry, is_hit in zip(used, hit, strict=True) if not is_hit])
 
-    def scan(self) -> Iterator[StoredObject]:
+    def scan(self) -> Iterator[StoredBatch]:
         """See ``Backend.scan``."""
         return self._inner.scan()
 

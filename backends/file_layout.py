@@ -5,8 +5,11 @@ from __future__ import annotations
 import struct
 from base64 import b32decode, b32encode
 from dataclasses import dataclass
+from typing import TypeVar
 
+import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX
 
@@ -16,6 +19,8 @@ FAN_OUT = 256  # folders; each takes millions of names on ext4, and until all ex
 _HEX_KEY_BYTES_MAX = 127  # a name has at most 255 characters
 _MAGIC = b"HICACHE1"
 _FIXED = struct.Struct("<8sQQQH")  # magic, check, size, checksum, length of the key; then the key
+
+Size = TypeVar("Size", int, NDArray[np.int64])
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,8 +51,8 @@ def decode_header(raw: bytes | memoryview) -> ObjectHeader | None:
     return ObjectHeader(key, size_bytes, checksum)
 
 
-def stored_bytes_of(size_bytes: int) -> int:
-    """Header and payload in whole blocks."""
+def stored_bytes_of(size_bytes: Size) -> Size:
+    """Header and payload in whole blocks; also for a column of sizes."""
     return HEADER_BYTES + -(-size_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
-from hicache.backends.base import GetItem, Number, PutItem, StoredObject, Usage, is_storable_key
+from hicache.backends.base import GetItem, Number, PutItem, StoredBatch, Usage, is_storable_key
 from hicache.backends.file_accounts import Accounts, Counts
 from hicache.backends.file_calls import FileCalls
 from hicache.backends.file_layout import stored_bytes_of
@@ -163,7 +163,7 @@ class SharedFileBackend:
             if stat.st_mtime < now_s - TOUCH_AFTER_S:
                 os.utime(path, (max(stat.st_atime, now_s), now_s))
 
-    def scan(self) -> Iterator[StoredObject]:
+    def scan(self) -> Iterator[StoredBatch]:
         """See ``Backend.scan``."""
         return self._files.scan()
 

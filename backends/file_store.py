@@ -7,13 +7,14 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Self
 
 import msgspec
 import xxhash
 
-from hicache.backends.base import GetItem, PutItem, StoredObject, Usage, is_storable_key
+from hicache.backends.base import SCAN_OBJECTS_MAX, GetItem, PutItem, StoredBatch, Usage, is_storable_key
 from hicache.backends.file_accounts import Accounts, Counts
 from hicache.backends.file_calls import FileCalls
 from hicache.backends.file_direct import wins
@@ -58,7 +59,7 @@ class FileBackend:
         self._notices = Notices(logging.getLogger(__name__))
         self._key_locks = [threading.Lock() for _ in range(KEY_LOCKS)]
         self._is_closed = False
-        self._first_walk: list[StoredObject] | None = None  # until the first scan, or the first change
+        self._first_walk: list[StoredBatch] | None = None  # until the first scan, or the first change
         with opening_alone(directory) if settings.shared else contextlib.nullcontext():
             marker = read_marker(directory, kind=STORE_KIND, version=STORE_VERSION)
             marker = marker or new_marker(STORE_KIND, STORE_VERSION)
@@ -111,11 +112,12 @@ class FileBackend:
         """What a walk over all files finds; takes seconds for a million."""
         return _counts_of(self._walk())
 
-    def _walk(self) -> Iterator[StoredObject]:
+    def _walk(self) -> Iterator[StoredBatch]:
         """Every object; files that are none of ours are left alone."""
         for folder in self.folders():
-            for key, stat in self.in_folder(folder):
-                yield StoredObject(key, payload_bytes_of(stat.st_size), stat.st_mtime)
+            rows = ((key, payload_bytes_of(stat.st_size), stat.st_mtime) for key, stat in self.in_folder(folder))
+            while some := list(islice(rows, SCAN_OBJECTS_MAX)):
+                yield StoredBatch.of(some)
 
     def folders(self) -> list[str]:
         """Those that hold objects."""
@@ -124,17 +126,21 @@ class FileBackend:
 
     def in_folder(self, folder: str) -> Iterator[tuple[bytes, os.stat_result]]:
         """Key and stat of every object's file in one of them. One stat a file, and none is opened."""
-        with os.scandir(folder) as entries:
-            found = list(entries)
-        for entry in found:
-            key = key_of_name(entry.name)
-            if key is None:
-                continue
-            try:
-                stat = entry.stat(follow_symlinks=False)
-            except FileNotFoundError:
-                continue
-            yield key, stat
+        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with os.scandir(fd) as entries:  # of a descriptor: names are looked up there and not from the root on
+                found = list(entries)
+            for entry in found:
+                key = key_of_name(entry.name)
+                if key is None:
+                    continue
+                try:
+                    stat = entry.stat(follow_symlinks=False)
+                except FileNotFoundError:
+                    continue
+                yield key, stat
+        finally:
+            os.close(fd)
 
     def path_of(self, key: bytes) -> str:
         """The name of an object's file."""
@@ -283,7 +289,7 @@ class FileBackend:
                 with contextlib.suppress(OSError):
                     os.utime(self.path_of(key), (used_at_s, used_at_s))
 
-    def scan(self) -> Iterator[StoredObject]:
+    def scan(self) -> Iterator[StoredBatch]:
         """See ``Backend.scan``. Names and sizes only: what a file holds is verified when it is read."""
         self._require_open()
         found, self._first_walk = self._first_walk, None
@@ -348,9 +354,12 @@ class FileBackend:
             self._files.unlink(self.spares.give_up(bytes_max))
 
 
-def _counts_of(found: Iterable[StoredObject]) -> Counts:
-    sizes = [stored.size_bytes for stored in found]
-    return Counts(len(sizes), sum(sizes), sum(map(stored_bytes_of, sizes)))
+def _counts_of(found: Iterable[StoredBatch]) -> Counts:
+    counts = Counts()
+    for batch in found:
+        stored_bytes = stored_bytes_of(batch.sizes_bytes)
+        counts = counts.plus(Counts(len(batch.keys), int(batch.sizes_bytes.sum()), int(stored_bytes.sum())))
+    return counts
 
 
 def _outcome_of(error: OSError) -> Outcome:

@@ -160,7 +160,9 @@ class KeyTable:
         self._rows.reserve(int(slots.max(initial=0)) + 1)
         self._rows.array[slots] = rows
         self._count += len(rows)
-        while (lacking := -(-self._count // BUCKET_LOAD) - self._bucket_count) > 0 and self._split(lacking):
+        while (lacking := -(-self._count // BUCKET_LOAD) - self._bucket_count) > 0 and self._split(
+            max(lacking, _SPLIT_BUCKETS)
+        ):
             pass
         hashes = self._hash.of_rows(rows)
         left = np.arange(len(rows))

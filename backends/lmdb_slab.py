@@ -48,7 +48,9 @@ class Slab:
             hasher.update(piece.data)
             whole, tail_bytes = divmod(len(piece), CHUNK_BYTES)
             ids = chunk_ids[start : start + PIECE_CHUNKS]
-            if whole:
+            if whole == 1:  # without a list of ids, which costs a small object a tenth of its copy
+                mapped[ids[0]] = piece[:CHUNK_BYTES]
+            elif whole:
                 mapped[ids[:whole]] = piece[: whole * CHUNK_BYTES].reshape(whole, CHUNK_BYTES)
             if tail_bytes:
                 mapped[ids[whole], :tail_bytes] = piece[whole * CHUNK_BYTES :]
@@ -63,7 +65,9 @@ class Slab:
             piece = filled[start * CHUNK_BYTES : (start + PIECE_CHUNKS) * CHUNK_BYTES]
             whole, tail_bytes = divmod(len(piece), CHUNK_BYTES)
             ids = chunk_ids[start : start + PIECE_CHUNKS]
-            if whole:  # mode clip, since raise copies twice
+            if whole == 1:
+                piece[:CHUNK_BYTES] = mapped[min(ids[0], len(mapped) - 1)]
+            elif whole:  # mode clip, since raise copies twice
                 out = piece[: whole * CHUNK_BYTES].reshape(whole, CHUNK_BYTES)
                 np.take(mapped, ids[:whole], axis=0, out=out, mode="clip")
             if tail_bytes:

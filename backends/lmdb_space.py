@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import accumulate
 
 from hicache.backends.base import Usage
 from hicache.backends.chunk_ids import ChunkIds
@@ -93,7 +94,10 @@ class ChunkSpace:
     def allocate(self, counts: Sequence[int]) -> list[ChunkIdArray | None]:
         """Chunks for each of some objects, None where they do not fit: to be written, then ``added`` or ``give_up``."""
         with self._lock:
-            return [self._ids.allocate(count) for count in counts]
+            together = self._ids.allocate(sum(counts))
+            if together is None:
+                return [self._ids.allocate(count) for count in counts]
+        return [together[end - count : end] for end, count in zip(accumulate(counts), counts, strict=True)]
 
     def allocate_to_move(self, count: int) -> ChunkIdArray | None:
         """Chunks for what gives up as many: they may exceed the capacity until then."""

@@ -7,13 +7,12 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Self
 
 import lmdb
 
-from hicache.backends.base import GetItem, PutItem, StoredBatch, StoredObject, Usage, is_storable_key
+from hicache.backends.base import GetItem, PutItem, StoredBatch, Usage, is_storable_key
 from hicache.backends.chunk_ids import CHUNK_IDS_MAX, ChunkIds
 from hicache.backends.lmdb_env import CLOSE_WAIT_S
 from hicache.backends.lmdb_index import KEYS_PER_TRANSACTION, Found, Index
@@ -248,23 +247,16 @@ class LmdbBackend:
             except lmdb.Error as error:
                 self._notices.warning("touch", "times of use could not be written: %s", error)
 
-    def scan(self) -> Iterator[StoredObject]:
-        """See ``Backend.scan``. Objects that come or go meanwhile may or may not be told.
-
-        The first one of a store that nobody has changed tells what was read when it was opened.
-        """
+    def scan(self) -> Iterator[StoredBatch]:
+        """See ``Backend.scan``. The first one of a store that nobody has changed tells what was read at the start."""
         unchanged, self._unchanged = self._unchanged, None
-        if unchanged is not None:
-            return chain.from_iterable(batch.objects() for batch in unchanged)
-        return self._scan()
+        return self._scan() if unchanged is None else iter(unchanged)
 
-    def _scan(self) -> Iterator[StoredObject]:
+    def _scan(self) -> Iterator[StoredBatch]:
         try:
-            for batch in self._index.records():
-                for key, raw in batch:
-                    record = decode_record(key, raw)
-                    if record is not None:
-                        yield StoredObject(key, record.size_bytes, record.used_at_s)
+            for records in self._index.records():
+                found = [(key, decode_record(key, raw)) for key, raw in records]
+                yield StoredBatch.of([(key, it.size_bytes, it.used_at_s) for key, it in found if it is not None])
         except lmdb.Error as error:
             raise BackendError(f"the index cannot be read: {error}") from error
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,15 +10,16 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Self
 
-from hicache.backends.base import GetItem, Number, PutItem, StoredObject, Usage, is_storable_key
+from hicache.backends.base import GetItem, Number, PutItem, StoredBatch, Usage, is_storable_key
 from hicache.backends.mooncake_client import Connection, connect
 from hicache.backends.mooncake_codes import TRANSFER_FAIL, outcome_of
-from hicache.backends.mooncake_identity import STORE_ID_STORED_BYTES, StoreIdentity
+from hicache.backends.mooncake_identity import StoreIdentity
 from hicache.backends.mooncake_layout import HEADER_BYTES, key_of_name, object_name
 from hicache.backends.mooncake_link import BYTES_PER_S_MIN, Copies, Link
-from hicache.backends.mooncake_master import HttpMaster, Master, PoolReading
+from hicache.backends.mooncake_master import HttpMaster, Master
 from hicache.backends.mooncake_numbers import mooncake_numbers
 from hicache.backends.mooncake_payloads import fill_extent, take_payload
+from hicache.backends.mooncake_pool import PoolUsage
 from hicache.backends.mooncake_settings import MooncakeSettings, split_address
 from hicache.breaker import BreakerLimits, BreakerStatus, CircuitBreaker
 from hicache.errors import BackendError, ConfigError
@@ -65,21 +65,18 @@ class MooncakeBackend:
         self._id_config = connection.id_config
         self._master = master
         self._settings = settings
-        self._reading_age_max_s = reading_age_max_s
         self._clock = clock
         self._notices = Notices(logging.getLogger(__name__))
         self._put_breaker = CircuitBreaker(PUT_LIMITS, clock=clock)
         self._claims = threading.Condition()
         self._putting: set[bytes] = set()
-        self._reading_lock = threading.Lock()
-        self._read_at_s = -math.inf
         self._is_closed = False
         self._identity_due_s: float | None = None  # when to agree on the store's id again
         self._link = Link(connection.client, master, settings, clock=clock)
         self._identity = StoreIdentity(self._link, deadline_s=partial(self._deadline_s, 0))
         self._group_bytes_max = min(GROUP_BYTES_MAX, self._link.staging_bytes // 4)
         try:
-            self._reading = self._first_reading()
+            self._pool = PoolUsage(master, settings, age_max_s=reading_age_max_s, clock=clock, notices=self._notices)
             self.store_id = self._identity.agree(self._id_config, tries=AGREE_TRIES)
             self._identity.try_config(self._put_config, soft_pin_s=settings.soft_pin_s)
         except BaseException:
@@ -310,7 +307,7 @@ class MooncakeBackend:
     def touch(self, used: Sequence[tuple[bytes, float]]) -> None:
         """Nothing: the store takes an object that is looked up or read for a used one."""
 
-    def scan(self) -> Iterator[StoredObject]:
+    def scan(self) -> Iterator[StoredBatch]:
         """See ``Backend.scan``, of all daemons; no object has a time of use. Raises BackendError without a master."""
         self._begin()
         try:
@@ -318,25 +315,13 @@ class MooncakeBackend:
         except OSError as error:
             raise BackendError(f"the Mooncake master does not list its objects ({error})") from error
         for start in range(0, len(names), SCAN_PAGE_KEYS):
-            for name, copies in self._link.locate(names[start : start + SCAN_PAGE_KEYS]).items():
-                key = key_of_name(name)
-                if key is not None and copies.size_bytes > HEADER_BYTES:
-                    yield StoredObject(key, copies.size_bytes - HEADER_BYTES, used_at_s=0.0)
+            located = self._link.locate(names[start : start + SCAN_PAGE_KEYS])
+            found = [(key_of_name(name), copies.size_bytes - HEADER_BYTES) for name, copies in located.items()]
+            yield StoredBatch.of([(key, size, 0.0) for key, size in found if key is not None and size > 0])
 
     def usage(self) -> Usage:
         """Of the whole pool with all its users and all copies; a moment old, or older while no master answers."""
-        with self._reading_lock:
-            if self._clock() - self._read_at_s >= self._reading_age_max_s:
-                self._read_at_s = self._clock()
-                try:
-                    self._reading = self._master.reading()
-                except (OSError, BackendError) as error:
-                    self._notices.warning("usage", "the Mooncake master does not tell its usage (%s)", error)
-            reading = self._reading
-        objects = max(0, reading.objects - 1)  # without the one that names the store
-        stored_bytes = max(0, reading.allocated_bytes - STORE_ID_STORED_BYTES)
-        payload_bytes = max(0, stored_bytes - objects * HEADER_BYTES)
-        return Usage(objects, payload_bytes, stored_bytes, capacity_bytes=max(reading.capacity_bytes, stored_bytes))
+        return self._pool.usage()
 
     def stored_bytes(self, size_bytes: int) -> int:
         """See ``Backend.stored_bytes``; of one copy."""
@@ -390,13 +375,6 @@ class MooncakeBackend:
             total += size_bytes + HEADER_BYTES
         if group:
             yield group
-
-    def _first_reading(self) -> PoolReading:
-        try:
-            return self._master.reading()
-        except (OSError, BackendError) as error:
-            address = "{}:{}".format(*self._settings.metrics_address)
-            raise ConfigError("mooncake_metrics", address, f"the HTTP address of the master ({error})") from error
 
 
 def _is_lost(copies: Copies | None, suspects: frozenset[str]) -> bool:

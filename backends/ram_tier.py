@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hicache.backends.base import Backend, GetItem, Number, PutItem, StoredObject, Usage
+from hicache.backends.base import Backend, GetItem, Number, PutItem, StoredBatch, Usage
 from hicache.backends.ram_residents import RamResidents, RamStats, Resident
 from hicache.backends.shared_store import SharedBackend
 from hicache.backends.verified_copy import hash_then_copy
@@ -114,7 +114,7 @@ class RamTier:
         """See ``Backend.touch``."""
         self._inner.touch(used)
 
-    def scan(self) -> Iterator[StoredObject]:
+    def scan(self) -> Iterator[StoredBatch]:
         """See ``Backend.scan``."""
         return self._inner.scan()
 

@@ -5,44 +5,24 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX, StoredObject, is_storable_key
+from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX, StoredBatch, is_storable_key
 from hicache.backends.columns import Column
 from hicache.backends.held import HeldBytes
-from hicache.backends.key_index import KeyIndex
+from hicache.backends.key_index import ONE_BY_ONE_MAX, KeyIndex
 from hicache.backends.key_table import NO_SLOT, Slots, first_of_each
+from hicache.backends.tenant_usage import Owner, TenantUsage
 from hicache.backends.victims import NEVER, SCAN_SLOTS, VictimQueue
 from hicache.tenancy import TENANT_BYTES
 
 EXAMINED_MAX = 1024  # by one take_victims, which runs under the lock of the store
-LOADED_AT_ONCE = 1 << 16
 TICK_S = 2.0**-21  # between two uses: until 2106 a float64 of seconds since the epoch can tell them apart
 
 _IS_ASIDE = 1  # met by take_victims and not to go
 _IS_TOUCHED = 2  # used since its time was written to the medium
-
-
-@dataclass(frozen=True, slots=True)
-class TenantUsage:
-    """What one tenant has."""
-
-    payload_bytes: int = 0
-    stored_bytes: int = 0  # what that takes of the capacity
-    objects: int = 0
-
-
-@dataclass(slots=True)
-class _Tenant:
-    number: int
-    payload_bytes: int = 0
-    stored_bytes: int = 0
-    objects: int = 0
-    aside: int = 0
 
 
 class Residents:
@@ -55,7 +35,7 @@ class Residents:
 
     def __init__(
         self,
-        scanned: Iterable[StoredObject] = (),
+        scanned: Iterable[StoredBatch] = (),
         *,
         stored_bytes: Callable[[int], int],
         now_s: float = math.inf,
@@ -77,20 +57,14 @@ class Residents:
         self._gone: dict[bytes, int] = {}  # discarded while held: these keep their slots
         self._held_count = 0
         self._held = HeldBytes()
-        self._tenants: dict[bytes, _Tenant] = {}
-        self._owned: dict[int, _Tenant] = {}  # the same by number
+        self._tenants: dict[bytes, Owner] = {}
+        self._owned: dict[int, Owner] = {}  # the same by number
         self._last_number = 0
         self._count = self._aside_count = 0
         self._newest_s = -math.inf
         self._queues: dict[int | None, VictimQueue] = {}  # by owner; 16 bytes for a 256th or 1,024 of its objects
-        stored = iter(scanned)
-        while chunk := list(islice(stored, LOADED_AT_ONCE)):
-            self.load(
-                [found.key for found in chunk],
-                [found.size_bytes for found in chunk],
-                [found.used_at_s for found in chunk],
-                now_s=now_s,
-            )
+        for batch in scanned:
+            self.load(batch.keys, batch.sizes_bytes, batch.used_at_s, now_s=now_s)
 
     def __contains__(self, key: object) -> bool:
         return isinstance(key, bytes) and self._keys.find_one(key) != NO_SLOT
@@ -153,6 +127,22 @@ class Residents:
         tenant.payload_bytes += size_bytes
         tenant.stored_bytes += self._stored_bytes(size_bytes)
 
+    def add_many(self, keys: Sequence[bytes], sizes_bytes: Sequence[int], *, now_s: float) -> None:
+        """``add`` each, the first one as the last, and so as the most recently used."""
+        if len(keys) <= ONE_BY_ONE_MAX or self._gone or len(self._keys.places_of_new(keys)) < len(keys):
+            for key, size_bytes in zip(reversed(keys), reversed(sizes_bytes), strict=True):
+                self.add(key, size_bytes, now_s=now_s)
+            return
+        if not all(map(is_storable_key, keys)):
+            raise ValueError(f"a key has 1 to {PHYSICAL_KEY_BYTES_MAX} bytes")
+        recycled = self._free[-len(keys) :]
+        del self._free[-len(keys) :]
+        first = self._new_slots(len(keys) - len(recycled))
+        slots = np.concatenate([np.array(recycled, dtype=np.int64), np.arange(first, self._slot_end)])
+        self._fill(slots, keys, np.array(sizes_bytes, dtype=np.int64))
+        self._restamp(slots, now_s)
+        self._flags.array[slots] = 0
+
     def discard(self, key: bytes) -> int | None:
         """Remove; returns the payload size, None when it was not there."""
         slot = self._keys.remove_one(key)
@@ -193,17 +183,19 @@ class Residents:
             keys, sizes, times = [keys[place] for place in fresh.tolist()], sizes[fresh], times[fresh]
         if not keys:
             return
-        first = self._new_slots(len(keys))
-        slots = np.arange(first, first + len(keys))
-        owners = self._load_tenants([key[:TENANT_BYTES] for key in keys], sizes)
-        self._sizes.array[slots] = sizes
+        slots = np.arange(self._new_slots(len(keys)), self._slot_end)
+        self._fill(slots, keys, sizes)
         self._used.array[slots] = times
-        self._owners.array[slots] = owners
-        self._keys.insert(keys, slots)
-        self._count += len(keys)
         self._newest_s = max(self._newest_s, float(times.max()))
 
-    def _load_tenants(self, digests: list[bytes], sizes: NDArray[np.int64]) -> NDArray[np.uint32]:
+    def _fill(self, slots: Slots, keys: Sequence[bytes], sizes: NDArray[np.int64]) -> None:
+        """Put new keys into free slots; their times are still missing."""
+        self._keys.insert(keys, slots)
+        self._sizes.array[slots] = sizes
+        self._owners.array[slots] = self._count_owned([key[:TENANT_BYTES] for key in keys], sizes)
+        self._count += len(keys)
+
+    def _count_owned(self, digests: list[bytes], sizes: NDArray[np.int64]) -> NDArray[np.uint32]:
         """Counts objects for their tenants, and returns the tenants' numbers."""
         numbers = {digest: self._tenant(digest).number for digest in set(digests)}
         owners = np.array([numbers[digest] for digest in digests], dtype=np.uint32)
@@ -272,6 +264,8 @@ class Residents:
 
     def put_back(self, keys: Sequence[bytes]) -> None:
         """What kept these has ended: those set aside are now the most recently used, the first as the last."""
+        if not self._aside_count:
+            return
         slots = self._keys.find(keys)
         self._restamp(slots[(self._flags.array[slots] & _IS_ASIDE) != 0], self._newest_s)
 
@@ -332,7 +326,7 @@ class Residents:
     def tenant_usage(self, tenant: bytes) -> TenantUsage:
         """What one tenant has."""
         owned = self._tenants.get(tenant)
-        return TenantUsage(owned.payload_bytes, owned.stored_bytes, owned.objects) if owned else TenantUsage()
+        return owned.usage() if owned else TenantUsage()
 
     def tenants(self) -> list[bytes]:
         """Tenants that have objects."""
@@ -396,11 +390,11 @@ class Residents:
         self._aside_count += 1
         self._owned[self._owners.cells[slot]].aside += 1
 
-    def _tenant(self, digest: bytes) -> _Tenant:
+    def _tenant(self, digest: bytes) -> Owner:
         tenant = self._tenants.get(digest)
         if tenant is None:
             self._last_number += 1
-            tenant = self._tenants[digest] = self._owned[self._last_number] = _Tenant(self._last_number)
+            tenant = self._tenants[digest] = self._owned[self._last_number] = Owner(self._last_number)
         return tenant
 
     def _queue(self, owner: int | None) -> VictimQueue:

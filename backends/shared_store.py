@@ -10,8 +10,8 @@ from typing import Protocol
 from hicache.backends.base import Backend, GetItem, Number, PutItem, Usage
 from hicache.backends.events import Subscription
 from hicache.backends.leases import NO_LEASE, KeyLeases
-from hicache.backends.residents import TenantUsage
 from hicache.backends.store_stats import Holds, StoreCounters, StoreStats, TenantStats
+from hicache.backends.tenant_usage import TenantUsage
 from hicache.errors import ConfigError
 from hicache.outcome import Outcome
 

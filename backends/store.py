@@ -6,7 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 
@@ -16,16 +16,15 @@ from hicache.backends.events import Removal, Subscription
 from hicache.backends.eviction import Evictor
 from hicache.backends.key_table import NO_SLOT
 from hicache.backends.leases import NO_LEASE
+from hicache.backends.puts import Puts
 from hicache.backends.recency_writer import RecencyWriter
-from hicache.backends.residents import TenantUsage
 from hicache.backends.store_stats import Holds, StoreStats, TenantStats
 from hicache.backends.tenant_limits import StoreLimits
+from hicache.backends.tenant_usage import TenantUsage
 from hicache.errors import ConfigError
 from hicache.outcome import Outcome
 
 FREE_SPACE_FLOOR_BYTES = 256 << 20
-PUT_GROUP_BYTES = 64 << 20  # room is made for so much of a batch at a time
-QUOTA_GROUPS = 8  # puts of one tenant that may be in progress without one taking the other for over the quota
 OBJECTS_MAX = 1 << 24  # unless the caller sets it: 2 GB of index
 SNAPSHOT_KEYS = 1024  # objects that one step of a snapshot looks at
 _LOOKED_UP = np.array([Outcome.ABSENT, Outcome.OK], dtype=object)  # by whether it was found
@@ -85,6 +84,14 @@ class ObjectStore:
             low_watermark=low_watermark,
             floor_bytes=free_space_floor_bytes,
             objects_max=self._objects_max,
+        )
+        self._puts = Puts(
+            backend,
+            self._catalog,
+            self._evictor,
+            removal_lock=self._removal_lock,
+            object_bytes_max=object_bytes_max,
+            delete=self.delete,
         )
         self._recency = RecencyWriter(backend, self._catalog, clock=clock)
         self._is_closed = False
@@ -161,9 +168,9 @@ class ObjectStore:
         Who subscribed before the first part, and reads the events that have come after each part, has everything.
         Reads the index on the medium, so take a part in a thread that may wait.
         """
-        scanned = self._backend.scan()
-        while part := list(islice(scanned, SNAPSHOT_KEYS)):
-            keys = [stored.key for stored in part if tenant_of(stored.key) == tenant]
+        keys_there = chain.from_iterable(batch.keys for batch in self._backend.scan())
+        while part := list(islice(keys_there, SNAPSHOT_KEYS)):
+            keys = [key for key in part if tenant_of(key) == tenant]
             with self._lock:
                 found = self._catalog.residents.find(keys)  # what has expired, too: its removal will be an event
             yield [key for key, is_there in zip(keys, found, strict=True) if is_there]
@@ -204,113 +211,9 @@ class ObjectStore:
         What is there counts as used, also when it had expired. NO_SPACE when the room that this tenant may have is
         taken by what is leased or pinned, or when the file system is at its free space floor.
         """
-        outcomes = [Outcome.TOO_LARGE] * len(items)
-        with self._lock:
-            held = self._catalog.revive([item.key for item in items])
-        missing: list[int] = []
-        for position, (item, is_held) in enumerate(zip(items, held, strict=True)):
-            if is_held:
-                outcomes[position] = Outcome.EXISTS
-            elif item.payload.nbytes <= self._object_bytes_max:
-                missing.append(position)
-        for group in self._groups(items, missing):
-            stored = self._put_group([items[position] for position in group])
-            for position, outcome in zip(group, stored, strict=True):
-                outcomes[position] = outcome
-        with self._lock:
-            self._catalog.counters.puts.update(outcomes)
+        outcomes = self._puts.put(items)
         self._recency.write_when_due()
         return outcomes
-
-    def _groups(self, items: Sequence[PutItem], positions: list[int]) -> Iterator[list[int]]:
-        """Consecutive positions of one tenant, whose objects fit between the watermarks together, or one larger object.
-
-        A group takes a small part of a quota, so that puts at the same time do not take each other's room for gone.
-        """
-        group: list[int] = []
-        total = 0
-        bytes_max = count_max = 0
-        tenant = b""
-        for position in positions:
-            stored_bytes = self._backend.stored_bytes(items[position].payload.nbytes)
-            is_full = total + stored_bytes > bytes_max or len(group) >= count_max
-            if group and (is_full or tenant_of(items[position].key) != tenant):
-                yield group
-                group, total = [], 0
-            if not group:
-                tenant = tenant_of(items[position].key)
-                bytes_max, count_max = self._group_max(tenant, len(items))
-            group.append(position)
-            total += stored_bytes
-        if group:
-            yield group
-
-    def _group_max(self, tenant: bytes, count: int) -> tuple[int, int]:
-        limits = self._limits.of(tenant)
-        bytes_max = min(PUT_GROUP_BYTES, max(self._evictor.slack_bytes, self._capacity_bytes // 20))
-        if limits.quota_bytes:
-            bytes_max = min(bytes_max, limits.quota_bytes // QUOTA_GROUPS)
-        count_max = min(count, max(1, self._objects_max // QUOTA_GROUPS))
-        if limits.quota_objects:
-            count_max = min(count_max, max(1, limits.quota_objects // QUOTA_GROUPS))
-        return bytes_max, count_max
-
-    def _put_group(self, items: Sequence[PutItem]) -> list[Outcome]:
-        keys = [item.key for item in items]
-        sizes_bytes = [self._backend.stored_bytes(item.payload.nbytes) for item in items]
-        need_bytes = sum(sizes_bytes)
-        tenant = tenant_of(keys[0])
-        with self._lock:
-            self._catalog.reserve(keys, need_bytes)
-        try:
-            fitting = items[: self._evictor.make_room_in_quota(tenant, sizes_bytes)]
-            if not fitting or not self._evictor.make_room(tenant, need_bytes):
-                return [Outcome.NO_SPACE] * len(items)
-            outcomes = self._backend.put(fitting)
-            self._index_stored(fitting, outcomes)
-            self._put_again(fitting, outcomes)
-            return outcomes + [Outcome.NO_SPACE] * (len(items) - len(fitting))
-        finally:
-            with self._lock:
-                doomed = self._catalog.unreserve(keys, need_bytes)
-            if doomed:
-                self.delete(doomed)
-
-    def _put_again(self, items: Sequence[PutItem], outcomes: list[Outcome]) -> None:
-        """Second try for what met a full medium, after more eviction, and for what met an object on its way out."""
-        full = [position for position, outcome in enumerate(outcomes) if outcome is Outcome.NO_SPACE]
-        if full:
-            short_bytes = sum(self._backend.stored_bytes(items[position].payload.nbytes) for position in full)
-            if self._evictor.evict(tenant_of(items[0].key), lambda: short_bytes) == 0:
-                full = []
-        with self._lock:
-            residents = self._catalog.residents
-            leaving = [
-                position
-                for position, outcome in enumerate(outcomes)
-                if outcome is Outcome.EXISTS and items[position].key not in residents
-            ]
-        again = sorted(full + leaving)
-        if not again:
-            return
-        with self._removal_lock:  # nothing is on its way out now
-            retried = [items[position] for position in again]
-            settled = self._backend.put(retried)
-            self._index_stored(retried, settled, is_settled=True)
-        for position, outcome in zip(again, settled, strict=True):
-            outcomes[position] = outcome
-
-    def _index_stored(self, items: Sequence[PutItem], outcomes: list[Outcome], *, is_settled: bool = False) -> None:
-        """Make stored objects visible; those that exist but are not indexed only when nothing is being removed."""
-        with self._lock:
-            for item, outcome in reversed(list(zip(items, outcomes, strict=True))):
-                is_new = outcome is Outcome.OK
-                if is_new or (is_settled and outcome is Outcome.EXISTS and item.key not in self._catalog.residents):
-                    self._catalog.add(item.key, item.payload.nbytes)
-                    for reading in self._catalog.reads:
-                        reading.keys.discard(item.key)
-                if is_new:
-                    self._catalog.counters.bytes_written += item.payload.nbytes
 
     def delete(self, keys: Sequence[bytes]) -> list[Outcome]:
         """See ``Backend.delete``. An object that is being written just now is deleted when it is complete.
@@ -326,7 +229,7 @@ class ObjectStore:
                 for key, outcome in zip(keys, outcomes, strict=True):
                     size_bytes = sizes[key]
                     if outcome is Outcome.IO_ERROR and size_bytes is not None and key not in self._catalog.residents:
-                        self._catalog.add(key, size_bytes)
+                        self._catalog.add([key], [size_bytes])
             return outcomes
 
     def sweep(self) -> int:

@@ -8,10 +8,11 @@ import mmap
 import os
 import statistics
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, cast
 
 import click
 import numpy as np
@@ -26,6 +27,7 @@ from hicache.backends.base import Backend, GetItem, PutItem
 from hicache.backends.mooncake_client import load_wheel
 from hicache.backends.open import open_backend
 from hicache.backends.ram_tier import RamTier
+from hicache.backends.shared_store import SharedBackend
 from hicache.errors import BackendError, ConfigError
 from hicache.outcome import Outcome
 
@@ -35,6 +37,7 @@ HOT_BYTES = 128 << 20  # of each thread, far above the caches
 CHUNK_BYTES = 8 << 20  # what the daemon reads in one call
 OBJECT_BYTES = (1 << 20, 8 << 20)
 RAM_BYTES = 1 << 30
+ASKED_CALLS = 201
 
 
 class Readers:
@@ -69,6 +72,18 @@ class Readers:
             if any(outcome is not Outcome.OK for outcome in backend.get_into(items)):
                 raise BackendError("an object was not read")
         return chunks * per_chunk * self._object_bytes
+
+    def ask_ms(self, store: SharedBackend, *, calls: int) -> float:
+        """What it takes to ask the store for the objects of one chunk, as the tier does before each answer; median."""
+        keys = [self._key(0, number) for number in range(max(1, CHUNK_BYTES // self._object_bytes))]
+        times_s: list[float] = []
+        for _ in range(calls):
+            start_s = time.perf_counter()
+            found = store.find(keys)
+            times_s.append(time.perf_counter() - start_s)
+            if any(outcome is not Outcome.OK for outcome in found):
+                raise BackendError("an object was not found")
+        return statistics.median(times_s) * 1e3
 
     def _key(self, thread: int, number: int) -> bytes:
         return thread.to_bytes(4, "little") + number.to_bytes(32, "little") + self._object_bytes.to_bytes(4, "little")
@@ -140,11 +155,14 @@ def stores(folder: Path, skipped: list[str]) -> Iterator[dict[str, Backend]]:
                 backend.close()
 
 
-def measure(opened: dict[str, Backend], *, repetitions: int, burst_bytes: int) -> list[dict[str, object]]:
-    """Rows, each beside the memcpy of the same repetition; all ways take turns."""
+def measure(
+    opened: dict[str, Backend], *, repetitions: int, burst_bytes: int
+) -> tuple[list[dict[str, object]], list[dict[str, object]]]:
+    """Rows, each beside the memcpy of the same repetition; all ways take turns. Then what asking Mooncake takes."""
     threads = daemon_copy_threads(4)
     copies = MemoryCopy(threads=threads)
     rows = []
+    asked: list[dict[str, object]] = []
     for object_bytes in OBJECT_BYTES:
         readers = Readers(object_bytes, threads=threads)
         mapped = Mapped(threads=threads)
@@ -158,8 +176,12 @@ def measure(opened: dict[str, Backend], *, repetitions: int, burst_bytes: int) -
             for name, way in ways.items():
                 speeds[name].append(rate_of(way, threads=threads))
         rows += [_row(name, object_bytes, values, speeds["memcpy"]) for name, values in speeds.items()]
+        store = opened.get("mooncake")
+        if store is not None:
+            ask_ms = readers.ask_ms(cast(SharedBackend, store), calls=ASKED_CALLS)
+            asked.append({"object_bytes": object_bytes, "ask_ms": round(ask_ms, 3)})
         mapped.close()
-    return rows
+    return rows, asked
 
 
 def ways_of(
@@ -197,16 +219,18 @@ def main(json_path: str | None, quick: bool, folder: str | None) -> None:
     skipped: list[str] = []
     load_before = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(prefix="hicache-ram-", dir=folder) as work, stores(Path(work), skipped) as opened:
-        rows = measure(opened, repetitions=3 if quick else 9, burst_bytes=HOT_BYTES)
+        rows, asked = measure(opened, repetitions=3 if quick else 9, burst_bytes=HOT_BYTES)
     table = Table(title="hot objects, GB/s (10^9 bytes) of all threads: median, least, most, share of memcpy")
     for name in rows[0]:
         table.add_column(name)
     for row in rows:
         table.add_row(*map(str, row.values()))
     console.print(table)
+    for row in asked:
+        console.print("one thread asks Mooncake for {object_bytes}-byte objects of a get: {ask_ms} ms".format_map(row))
     for line in skipped:
         console.print(f"skipped: {line}", markup=False)
-    write_json({"rows": rows, "skipped": skipped, "machine": machine_facts(load_before)}, json_path)
+    write_json({"rows": rows, "asked": asked, "skipped": skipped, "machine": machine_facts(load_before)}, json_path)
 
 
 if __name__ == "__main__":

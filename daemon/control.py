@@ -10,7 +10,7 @@ from functools import partial
 from typing import TypeVar
 
 from hicache.backends.base import Usage
-from hicache.backends.residents import TenantUsage
+from hicache.backends.tenant_usage import TenantUsage
 from hicache.daemon.metrics import Metrics
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session, Sessions

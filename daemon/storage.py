@@ -9,8 +9,8 @@ from typing import Protocol, TypeVar
 
 from hicache.backends.base import GetItem, PutItem, Usage
 from hicache.backends.events import Subscription
-from hicache.backends.residents import TenantUsage
 from hicache.backends.store_stats import StoreStats, TenantStats
+from hicache.backends.tenant_usage import TenantUsage
 from hicache.outcome import Outcome
 from hicache.workers import Job, Workers
 

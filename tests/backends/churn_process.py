@@ -10,7 +10,7 @@ from random import Random
 
 from hicache.backends.open import open_backend
 from hicache.outcome import Outcome
-from tests.backends.payloads import key, payload, put
+from tests.backends.payloads import key, payload, put, scanned
 
 SIZES = (100, 5_000, 70_000, 300_000, 9 << 20)
 BATCH = 6
@@ -21,7 +21,7 @@ def churn(url: str, capacity_bytes: int, seed: int) -> None:
     """Put batches of mixed sizes, deleting the oldest whenever there is no room."""
     backend = open_backend(url, capacity_bytes=capacity_bytes)
     random = Random(seed)
-    present = [stored.key for stored in backend.scan()]
+    present = [stored.key for stored in scanned(backend)]
     say(f"opened {len(present)}")
     for step in range(STEPS_MAX):
         numbers = [seed * 1_000_000 + step * BATCH + offset for offset in range(BATCH)]

@@ -15,7 +15,7 @@ from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX, Backend, PutItem
 from hicache.backends.lock import LOCK_NAME, OPENING_NAME
 from hicache.errors import BackendError, ConfigError, StorageInUse
 from hicache.outcome import Outcome
-from tests.backends.payloads import get, get_many, key, payload, put
+from tests.backends.payloads import get, get_many, key, payload, put, scanned
 from tests.backends.tampering import files_under, flip_bit, zero_block
 
 MIB = 1 << 20
@@ -137,15 +137,15 @@ class BackendContract:
     def test_scan_tells_every_object_once(self, backend: Backend) -> None:
         put(backend, *[(key(number), payload(number, 10 + number)) for number in range(40)])
         backend.delete([key(number) for number in range(0, 40, 2)])
-        told = {stored.key: stored.size_bytes for stored in backend.scan()}
+        told = {stored.key: stored.size_bytes for stored in scanned(backend)}
         assert told == {key(number): 10 + number for number in range(1, 40, 2)}
-        assert len(list(backend.scan())) == 20
+        assert len(scanned(backend)) == 20
 
     def test_times_of_use_are_told_by_scan_after_a_restart(self, reopen: Opener) -> None:
         backend = reopen()
         put(backend, (key(1), b"a"), (key(2), b"b"))
         backend.touch([(key(1), 2_000_000_000.0), (key(2), 1_000_000_000.0), (key(3), 5.0)])
-        told = {stored.key: stored.used_at_s for stored in reopen().scan()}
+        told = {stored.key: stored.used_at_s for stored in scanned(reopen())}
         assert told == {key(1): pytest.approx(2_000_000_000.0), key(2): pytest.approx(1_000_000_000.0)}
 
     def test_br_061_usage_and_content_are_the_same_after_a_restart(self, reopen: Opener) -> None:
@@ -363,7 +363,7 @@ class BackendContract:
 
         _run_threads([partial(work, seed) for seed in range(4)])
         assert wrong == []
-        told = list(backend.scan())
+        told = scanned(backend)
         assert backend.usage().objects == len(told)
         assert backend.usage().payload_bytes == sum(stored.size_bytes for stored in told)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hicache.backends.base import Backend, GetItem, PutItem
 from hicache.outcome import Outcome
@@ -25,6 +26,23 @@ def payload(number: int, size_bytes: int) -> bytes:
 def put(backend: Backend, *objects: tuple[bytes, bytes]) -> list[Outcome]:
     """Store pairs of key and payload in one batch."""
     return backend.put([PutItem(name, memoryview(content)) for name, content in objects])
+
+
+class Stored(NamedTuple):
+    """One object as ``scan`` tells it."""
+
+    key: bytes
+    size_bytes: int
+    used_at_s: float
+
+
+def scanned(backend: Backend) -> list[Stored]:
+    """All that ``scan`` tells, one by one."""
+    return [
+        Stored(*row)
+        for batch in backend.scan()
+        for row in zip(batch.keys, batch.sizes_bytes.tolist(), batch.used_at_s.tolist(), strict=True)
+    ]
 
 
 def get(backend: Backend, name: bytes, size_bytes: int) -> tuple[Outcome, bytes]:

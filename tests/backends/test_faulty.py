@@ -13,7 +13,7 @@ from hicache.backends.faulty import Fault, FaultKind, FaultyBackend
 from hicache.backends.file_store import FileBackend
 from hicache.errors import UsageError
 from hicache.outcome import Outcome
-from tests.backends.payloads import get, key, payload, put
+from tests.backends.payloads import get, key, payload, put, scanned
 
 
 @pytest.fixture
@@ -39,7 +39,7 @@ def test_errors_are_outcomes_and_change_nothing(backend: FaultyBackend) -> None:
     backend.touch([(key(1), 1.0)])
     backend.disarm()
     assert backend.contains([key(1), key(3)]) == [True, False]
-    assert min(stored.used_at_s for stored in backend.scan()) > 1.0
+    assert min(stored.used_at_s for stored in scanned(backend)) > 1.0
 
 
 def test_no_space_is_what_a_put_finds(backend: FaultyBackend) -> None:

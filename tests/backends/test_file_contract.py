@@ -12,7 +12,7 @@ from hicache.backends.file_shared import SharedFileBackend
 from hicache.backends.file_store import FileBackend
 from hicache.outcome import Outcome
 from tests.backends.contract import BackendContract, Opener
-from tests.backends.payloads import get, key, payload, put
+from tests.backends.payloads import get, key, payload, put, scanned
 
 MIB = 1 << 20
 
@@ -46,7 +46,7 @@ class TestSharedFileBackend(TestFileBackend):
         usage = backend.usage()
         assert 8 <= usage.objects < 20
         assert usage.stored_bytes <= usage.capacity_bytes
-        for stored in backend.scan():
+        for stored in scanned(backend):
             assert get(backend, stored.key, stored.size_bytes)[0] is Outcome.OK
 
     def test_br_123_a_second_open_is_refused_by_inode_and_names_the_holder(  # type: ignore[override]  # as it says

@@ -20,7 +20,7 @@ from hicache.backends.open import open_backend, open_store
 from hicache.backends.shared_store import SharedStore
 from hicache.errors import ConfigError, StorageInUse
 from hicache.outcome import Outcome
-from tests.backends.payloads import get, key, payload, put
+from tests.backends.payloads import get, key, payload, put, scanned
 from tests.backends.sharing_process import Sharer
 from tests.backends.tampering import files_under
 
@@ -151,7 +151,7 @@ def test_br_063_one_is_killed_in_the_middle_of_puts_and_the_other_goes_on_and_cl
         survivor.keep_up()
         assert len(list((directory / "unfinished").glob("*.alive"))) == 1
         assert survivor.usage().stored_bytes == walked_bytes(directory)
-    for stored in survivor.scan():
+    for stored in scanned(survivor):
         assert get(survivor, stored.key, stored.size_bytes)[0] is Outcome.OK
 
 

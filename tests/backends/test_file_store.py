@@ -20,7 +20,7 @@ from hicache.backends.file_settings import FileSettings
 from hicache.backends.file_store import FileBackend
 from hicache.backends.file_writer import WriterFolder, remove_dead_writers
 from hicache.outcome import Outcome
-from tests.backends.payloads import get, key, payload, put
+from tests.backends.payloads import get, key, payload, put, scanned
 from tests.backends.tampering import files_under
 
 MIB = 1 << 20
@@ -371,7 +371,7 @@ def test_files_that_are_none_of_ours_are_neither_told_nor_touched(directory: Pat
     (folder / "README.md").write_text("not an object")
     (directory / "objects" / "notes").write_text("not a folder")
     backend = FileBackend.open(directory, capacity_bytes=CAPACITY_BYTES)
-    assert [stored.key for stored in backend.scan()] == [key(1)]
+    assert [stored.key for stored in scanned(backend)] == [key(1)]
     assert backend.usage().objects == 1
     backend.close()
     assert (folder / "README.md").exists()

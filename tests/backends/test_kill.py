@@ -15,7 +15,7 @@ from hicache.backends.file_layout import stored_bytes_of
 from hicache.backends.open import open_backend
 from hicache.errors import StorageInUse
 from hicache.outcome import Outcome
-from tests.backends.payloads import get, key, payload, put
+from tests.backends.payloads import get, key, payload, put, scanned
 from tests.backends.tampering import files_under
 
 CAPACITY_BYTES = 48 << 20
@@ -99,7 +99,7 @@ def _require_intact(backend: Backend, survivors: Survivors) -> None:
 
 def _require_exact_usage(backend: Backend) -> None:
     """What usage tells is what scan finds, and all of that verifies."""
-    told = list(backend.scan())
+    told = scanned(backend)
     for stored in told:
         assert get(backend, stored.key, stored.size_bytes)[0] is Outcome.OK
     usage = backend.usage()

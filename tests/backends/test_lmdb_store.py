@@ -26,7 +26,7 @@ from hicache.backends.lmdb_store import LmdbBackend
 from hicache.backends.marker import MARKER_NAME, StoreMarker, write_marker
 from hicache.errors import BackendError, ConfigError
 from hicache.outcome import Outcome
-from tests.backends.payloads import get, key, payload, put
+from tests.backends.payloads import get, key, payload, put, scanned
 from tests.backends.test_lmdb_contract import open_raw
 
 MIB = 1 << 20
@@ -337,13 +337,13 @@ def test_the_first_scan_of_an_unchanged_store_reads_no_index_again(
 ) -> None:
     backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
     put(backend, *[(key(number), payload(number, 100 + number)) for number in range(5)])
-    told = sorted(backend.scan(), key=lambda stored: stored.key)
+    told = sorted(scanned(backend), key=lambda stored: stored.key)
     backend.close()
     backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
     with monkeypatch.context() as patch:
         patch.setattr(Index, "records", None)
-        assert sorted(backend.scan(), key=lambda stored: stored.key) == told
-    assert sorted(backend.scan(), key=lambda stored: stored.key) == told, "the second one reads"
+        assert sorted(scanned(backend), key=lambda stored: stored.key) == told
+    assert sorted(scanned(backend), key=lambda stored: stored.key) == told, "the second one reads"
     backend.close()
 
 
@@ -359,7 +359,7 @@ def test_the_first_scan_of_a_changed_store_tells_the_change(directory: Path, cha
         backend.delete([key(1)])
     else:
         backend.touch([(key(1), 5.0)])
-    told = {stored.key: stored.used_at_s for stored in backend.scan()}
+    told = {stored.key: stored.used_at_s for stored in scanned(backend)}
     assert set(told) == {"put": {key(1), key(2)}, "delete": set(), "touch": {key(1)}}[change]
     assert (told.get(key(1)) == 5.0) == (change == "touch")
     backend.close()
@@ -512,17 +512,17 @@ def test_errors_of_the_medium_are_outcomes_and_drop_nothing(
         assert backend.get_into([GetItem(key(1), memoryview(target))]) == [Outcome.IO_ERROR]
         assert backend.contains([key(1)]) == [False]
         with pytest.raises(BackendError, match="cannot be read"):
-            list(backend.scan())
+            scanned(backend)
     assert get(backend, key(1), 11) == (Outcome.OK, b"still there")
     assert backend.usage().objects == 1
-    assert [stored.used_at_s > 5.0 for stored in backend.scan()] == [True]
+    assert [stored.used_at_s > 5.0 for stored in scanned(backend)] == [True]
 
 
 def test_a_scan_crosses_the_bounds_of_its_batches(backend: LmdbBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hicache.backends.lmdb_index.KEYS_PER_TRANSACTION", 4)
     for count in (0, 1, 4, 5, 8, 9):
         put(backend, *[(key(number), b"x") for number in range(count)])
-        assert {stored.key for stored in backend.scan()} == {key(number) for number in range(count)}
+        assert {stored.key for stored in scanned(backend)} == {key(number) for number in range(count)}
 
 
 def test_a_larger_capacity_is_used_at_once_and_all_of_it_is_on_the_disk(backend: LmdbBackend, directory: Path) -> None:

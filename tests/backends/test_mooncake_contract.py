@@ -15,7 +15,7 @@ from hicache.outcome import Outcome
 from tests.backends import contract
 from tests.backends.contract import BackendContract, Opener
 from tests.backends.mooncake_cluster import MIB, MooncakeCluster, require_wheel
-from tests.backends.payloads import get, key, put
+from tests.backends.payloads import get, key, put, scanned
 
 require_wheel()
 
@@ -79,7 +79,7 @@ class TestMooncakeBackend(BackendContract):
         backend = reopen()
         put(backend, (key(1), b"a"))
         backend.touch([(key(1), 2_000_000_000.0), (key(3), 5.0)])
-        assert [stored.used_at_s for stored in backend.scan()] == [0.0]
+        assert [stored.used_at_s for stored in scanned(backend)] == [0.0]
 
     def test_br_123_a_second_open_is_refused_by_inode_and_names_the_holder(  # type: ignore[override]  # as it says
         self, reopen: Opener

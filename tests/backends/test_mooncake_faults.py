@@ -22,7 +22,7 @@ from hicache.breaker import BreakerState
 from hicache.errors import BackendError, ConfigError
 from hicache.outcome import Outcome
 from tests.backends.mooncake_cluster import MIB, MooncakeCluster, eventually, require_wheel
-from tests.backends.payloads import get, get_many, key, payload, put
+from tests.backends.payloads import get, get_many, key, payload, put, scanned
 
 require_wheel()
 
@@ -347,6 +347,6 @@ def test_a_name_is_told_apart_from_those_of_other_users_of_the_pool(cluster: Moo
     raw = cluster.client()
     assert raw.put("model_hash_0_k", b"of SGLang") == 0
     put(backend, (key(1), b"ours"))
-    assert [stored.key for stored in backend.scan()] == [key(1)]
+    assert [stored.key for stored in scanned(backend)] == [key(1)]
     assert backend.usage().objects == 2
     backend.close()

@@ -21,8 +21,8 @@ from hicache.backends.mooncake_layout import HEADER_BYTES, decode_header, encode
 from hicache.backends.mooncake_nodes import SuspectNodes
 from hicache.backends.mooncake_settings import MooncakeSettings, parse_url
 from hicache.backends.open import open_backend, open_store
-from hicache.backends.residents import TenantUsage
 from hicache.backends.shared_store import SharedStore
+from hicache.backends.tenant_usage import TenantUsage
 from hicache.breaker import BreakerState
 from hicache.errors import BackendError, ConfigError
 from hicache.outcome import Outcome

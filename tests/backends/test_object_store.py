@@ -16,7 +16,7 @@ from hicache.backends.recency_writer import TOUCH_INTERVAL_S
 from hicache.backends.store import ObjectStore
 from hicache.errors import BackendError, ConfigError
 from hicache.outcome import Outcome
-from tests.backends.payloads import OTHER_TENANT, TENANT, key, payload
+from tests.backends.payloads import OTHER_TENANT, TENANT, key, payload, scanned
 
 KIB = 1 << 10
 MIB = 1 << 20
@@ -453,7 +453,7 @@ def test_times_of_use_are_written_in_bounded_calls_and_keep_their_order(
     monkeypatch.setattr(rig.faulty, "touch", watched)
     rig.store.persist_recency()
     assert calls == [4, 4, 2]
-    told = sorted(rig.files.scan(), key=lambda stored: -stored.used_at_s)
+    told = sorted(scanned(rig.files), key=lambda stored: -stored.used_at_s)
     assert [stored.key for stored in told] == [key(number) for number in range(10)]
 
 

@@ -16,7 +16,7 @@ from hicache.backends.file_store import FileBackend
 from hicache.backends.lmdb_store import LmdbBackend
 from hicache.backends.store import ObjectStore
 from hicache.outcome import Outcome
-from tests.backends.payloads import OTHER_TENANT, TENANT, key, payload
+from tests.backends.payloads import OTHER_TENANT, TENANT, key, payload, scanned
 
 CAPACITY_BYTES = 20 * 69_632
 NUMBERS = st.integers(min_value=0, max_value=40)
@@ -155,7 +155,7 @@ class ObjectStoreMachine(RuleBasedStateMachine):
         if not hasattr(self, "store"):
             return
         usage = self.store.usage()
-        told = {stored.key: stored.size_bytes for stored in self.faulty.scan()}
+        told = {stored.key: stored.size_bytes for stored in scanned(self.faulty)}
         assert set(told) <= {name_of(number) for number in self.stored}
         assert {name_of(number) for number in self.leased()} <= set(told)
         assert usage.payload_bytes == sum(told.values())

@@ -19,11 +19,12 @@ from hypothesis.stateful import (
 )
 
 from hicache.backends import key_index, key_table, residents, victims
-from hicache.backends.base import StoredObject
+from hicache.backends.base import StoredBatch
 from hicache.backends.columns import Column
 from hicache.backends.key_rows import KeyHash, PackedKeys, by_length, key_of, row_of
 from hicache.backends.key_table import NO_SLOT, KeyTable, Slots
-from hicache.backends.residents import TICK_S, Residents, TenantUsage
+from hicache.backends.residents import TICK_S, Residents
+from hicache.backends.tenant_usage import TenantUsage
 from hicache.tenancy import TENANT_BYTES
 
 TENANTS = (b"a" * TENANT_BYTES, b"b" * TENANT_BYTES, b"c" * TENANT_BYTES)
@@ -80,9 +81,10 @@ class ResidentsMachine(RuleBasedStateMachine):
     def start(self, keys: list[bytes]) -> None:
         """The first key was used in the future, which counts as now."""
         times_s = [T0_S + 99, *(T0_S - number for number in range(1, len(keys)))]
-        stored = [StoredObject(*found) for found in zip(keys, range(1, len(keys) + 1), times_s, strict=False)]
-        self.real = Residents(reversed(stored), stored_bytes=stored_bytes, now_s=T0_S)
-        self.model = {found.key: ModelObject(found.size_bytes, min(found.used_at_s, T0_S)) for found in stored}
+        stored = list(zip(keys, range(1, len(keys) + 1), times_s, strict=False))
+        parts = [StoredBatch.of(stored[::-2]), StoredBatch.of(stored[-2::-2])]
+        self.real = Residents(parts, stored_bytes=stored_bytes, now_s=T0_S)
+        self.model = {name: ModelObject(size_bytes, min(used_at_s, T0_S)) for name, size_bytes, used_at_s in stored}
         self.newest_s = max((found.used_at_s for found in self.model.values()), default=-math.inf)
 
     def use_now(self) -> float:
@@ -100,6 +102,15 @@ class ResidentsMachine(RuleBasedStateMachine):
         self.touched.discard(key)
         if self.is_held(key):
             self.held_sizes[key] = size_bytes
+
+    @rule(keys=st.lists(st.sampled_from(KEYS), max_size=24), size_bytes=st.integers(1, 100))
+    def add_many(self, keys: list[bytes], size_bytes: int) -> None:
+        self.real.add_many(keys, range(size_bytes, size_bytes + len(keys)), now_s=self.now_s)
+        for place in reversed(range(len(keys))):
+            self.model[keys[place]] = ModelObject(size_bytes + place, self.use_now())
+            self.touched.discard(keys[place])
+            if self.is_held(keys[place]):
+                self.held_sizes[keys[place]] = size_bytes + place
 
     @rule(key=st.sampled_from(KEYS))
     def add_expired(self, key: bytes) -> None:
@@ -266,7 +277,7 @@ def test_residents_do_what_the_model_does(scale: str, monkeypatch: pytest.Monkey
         monkeypatch.setattr(victims, "QUEUE_MIN", 2)
         monkeypatch.setattr(residents, "EXAMINED_MAX", 3)
         monkeypatch.setattr(key_index, "ONE_BY_ONE_MAX", 2)
-        monkeypatch.setattr(residents, "LOADED_AT_ONCE", 7)
+        monkeypatch.setattr(residents, "ONE_BY_ONE_MAX", 2)
         monkeypatch.setattr(key_table, "_FIRST_BUCKETS", 1)
         monkeypatch.setattr(key_table, "_SPLIT_BUCKETS", 1)
         monkeypatch.setattr(KeyHash, "of_row", lambda hasher, row: (row[0] % 2) << 60 | row[1] % 2)
@@ -318,8 +329,8 @@ def test_objects_that_were_all_used_at_the_same_time_go_once_each() -> None:
 
 @pytest.mark.parametrize("used_at_s", [math.nan, math.inf, -math.inf])
 def test_a_time_that_is_none_makes_an_object_the_oldest(used_at_s: float) -> None:
-    stored = [StoredObject(KEYS[0], 1, T0_S), StoredObject(KEYS[1], 1, used_at_s)]
-    found = Residents(stored, stored_bytes=stored_bytes)
+    stored = StoredBatch.of([(KEYS[0], 1, T0_S), (KEYS[1], 1, used_at_s)])
+    found = Residents([stored], stored_bytes=stored_bytes)
     victims = None
     while victims is None:
         victims = found.take_victims(1, count_max=1, is_kept=lambda key: False)
@@ -327,8 +338,8 @@ def test_a_time_that_is_none_makes_an_object_the_oldest(used_at_s: float) -> Non
 
 
 def test_a_key_that_is_told_twice_at_the_start_counts_once() -> None:
-    stored = [StoredObject(KEYS[0], 5, 1.0), StoredObject(KEYS[1], 6, 2.0), StoredObject(KEYS[0], 7, 3.0)]
-    found = Residents(stored, stored_bytes=stored_bytes)
+    stored = StoredBatch.of([(KEYS[0], 5, 1.0), (KEYS[1], 6, 2.0), (KEYS[0], 7, 3.0)])
+    found = Residents([stored], stored_bytes=stored_bytes)
     assert (len(found), found.size_bytes(KEYS[0])) == (2, 5)
 
 

@@ -16,7 +16,7 @@ from hicache.backends.file_store import FileBackend
 from hicache.backends.store import ObjectStore
 from hicache.backends.tenant_limits import StoreLimits, TenantLimits
 from hicache.outcome import Outcome
-from tests.backends.payloads import OTHER_TENANT, TENANT, key, payload
+from tests.backends.payloads import OTHER_TENANT, TENANT, key, payload, scanned
 
 SLOT = 64 << 10
 OBJECT_BYTES = SLOT - 4096  # what fills a slot with its header
@@ -428,7 +428,7 @@ class TestEvents:
             rig.put(100 + step)
             for event in told.take()[1]:
                 picture.add(event.key) if event.removal is None else picture.discard(event.key)
-        there = {stored.key for stored in rig.files.scan() if stored.key[:16] == TENANT}
+        there = {stored.key for stored in scanned(rig.files) if stored.key[:16] == TENANT}
         assert picture == there
         assert len(there) > 1
 

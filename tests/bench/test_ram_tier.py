@@ -23,11 +23,12 @@ def _small(monkeypatch):
 
 def test_every_way_is_a_row_beside_memcpy_and_the_tier_serves_what_is_hot(tmp_path):
     tier = RamTier(open_backend(f"file://{tmp_path}/store", capacity_bytes=64 * MIB), capacity_bytes=64 * MIB)
-    rows = ram_tier.measure({"file + RAM": tier}, repetitions=2, burst_bytes=8 * MIB)
+    rows, asked = ram_tier.measure({"file + RAM": tier}, repetitions=2, burst_bytes=8 * MIB)
     names = [row["way"] for row in rows]
     assert names[: len(names) // 2] == names[len(names) // 2 :]
     assert {"memcpy", "file + RAM", "mapped -> L1, again"} < set(names)
     assert all(row["least"] <= row["gbps"] <= row["most"] and row["gbps"] > 0 for row in rows)
+    assert asked == [], "there is no Mooncake to ask"
     stats = tier.ram_stats()
     assert stats.hits > stats.misses > 0
     tier.close()
