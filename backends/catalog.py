@@ -23,7 +23,7 @@ from hicache.backends.tenant_limits import StoreLimits
 from hicache.outcome import Outcome
 from hicache.tenancy import TENANT_BYTES
 
-LEASED_SHARE_MAX = 0.5  # of the capacity: the rest stays for puts, whoever leases
+LEASED_SHARE_MAX = 0.5  # of the capacity, and of a tenant's share of it: the rest stays for puts
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -56,6 +56,8 @@ class Catalog:
         self.pins = Pins(limit_of=self._pin_limit, on_freed=self.residents.put_back)
         self.events = Events()
         self.counters = StoreCounters()
+        self._weights = 0.0  # of all tenants that have objects, as of ...
+        self._weights_version = (0, 0)
         self.reserved_bytes: Counter[bytes] = Counter()  # by tenant, for puts in progress
         self.reserved_objects: Counter[bytes] = Counter()
         self.writing: Counter[bytes] = Counter()
@@ -69,6 +71,7 @@ class Catalog:
     def set_capacity(self, capacity_bytes: int) -> None:
         """Another capacity: what leases and pins may keep is a share of it. What is kept already stays."""
         self._capacity_bytes = capacity_bytes
+        self._pin_limits.clear()
 
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are there, for those who look for them: what has expired is not, unless something keeps it."""
@@ -96,15 +99,32 @@ class Catalog:
             parts.append(slots)
         return np.concatenate(parts)
 
-    def lease(self, slots: Slots, *, expires_at_s: float) -> int:
-        """A lease on what ``use`` found; NO_LEASE where there is nothing, or no room for a lease.
+    def lease(self, keys: Sequence[bytes], slots: Slots, *, expires_at_s: float) -> int:
+        """A lease on the ``slots`` that ``use`` found for ``keys``; NO_LEASE where there is nothing, or no room.
 
-        All leases together protect at most LEASED_SHARE_MAX of the capacity: the first keys get the lease.
+        All leases together protect at most LEASED_SHARE_MAX of the capacity, and those on objects of one tenant so much
+        of its share, among the tenants that have objects: the first keys get the lease.
         """
         if self.leases.is_full:
             return NO_LEASE
-        held = self.residents.hold(slots, bytes_max=int(self._capacity_bytes * LEASED_SHARE_MAX))
+        parts = [np.empty(0, dtype=np.int64)]
+        bytes_max = int(self._capacity_bytes * LEASED_SHARE_MAX)
+        start = 0
+        for tenant, part in _by_tenant(keys):
+            end = start + len(part)
+            own_bytes_max = int(bytes_max * self._share_of(tenant))
+            parts.append(self.residents.hold(slots[start:end], bytes_max=bytes_max, tenant_bytes_max=own_bytes_max))
+            start = end
+        held = np.concatenate(parts)
         return self.leases.grant(held, expires_at_s=expires_at_s) if len(held) else NO_LEASE
+
+    def _share_of(self, tenant: bytes) -> float:
+        """Its weight's part among the tenants that have objects."""
+        if self._weights_version != self.residents.tenants_version:
+            self._weights_version = self.residents.tenants_version
+            self._weights = sum(self.limits.of(other).weight for other in self.residents.tenants())
+        own = self.limits.of(tenant).weight
+        return own / max(self._weights, own)
 
     def revive(self, keys: Sequence[bytes]) -> list[bool]:
         """As ``use``, and for what has expired, too, while it is still there."""
@@ -200,6 +220,13 @@ class Catalog:
         used = {tenant: self.residents.tenant_usage(tenant).stored_bytes for tenant in self.residents.tenants()}
         for tenant, reserved_bytes in self.reserved_bytes.items():
             used[tenant] = used.get(tenant, 0) + reserved_bytes
+        return used
+
+    def used_objects(self) -> dict[bytes, int]:
+        """As ``used_bytes``, in objects."""
+        used = {tenant: self.residents.tenant_usage(tenant).objects for tenant in self.residents.tenants()}
+        for tenant, objects in self.reserved_objects.items():
+            used[tenant] = used.get(tenant, 0) + objects
         return used
 
     def reserve(self, keys: Sequence[bytes], size_bytes: int) -> None:

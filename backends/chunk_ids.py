@@ -36,6 +36,10 @@ class ChunkIds:
         used = np.flatnonzero(self._is_used)
         return int(used[-1]) + 1 if len(used) else 0
 
+    def is_used_from(self, end: int) -> bool:
+        """Whether an id of ``end`` or above is in use. Costs little where there are few ids above."""
+        return bool(self._is_used[end:].any())
+
     def allocate(self, count: int, *, beyond_max: bool = False) -> NDArray[np.uint32] | None:
         """``count`` ids, or None when that would exceed a limit; ``beyond_max`` passes over the first one."""
         left = len(self._free) - count

@@ -6,6 +6,7 @@ import logging
 import math
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 from hicache.backends.base import Backend
 from hicache.backends.catalog import Catalog, tenant_of
@@ -21,6 +22,15 @@ EVICTION_FAILURES_MAX = 8  # passes in which every delete failed
 
 Victims = list[tuple[bytes, int]]  # keys and payload sizes
 NO_TENANT = b""
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """What there is too much of, so that shares are shares of it: stored bytes, or objects."""
+
+    used: Callable[[], dict[bytes, int]]  # by each tenant
+    of: Callable[[int], int]  # one object, by its payload size
+    bounds: Callable[[int], tuple[float, int]]  # for so much: most bytes and most objects to take
 
 
 class Evictor:
@@ -50,6 +60,8 @@ class Evictor:
         self._floor_bytes = floor_bytes
         self.set_capacity(backend.usage().capacity_bytes, objects_max=objects_max)
         self._notices = Notices(logging.getLogger(__name__))
+        self._bytes = Measure(catalog.used_bytes, catalog.stored_bytes, lambda amount: (amount, EVICTION_KEYS_MAX))
+        self._objects = Measure(catalog.used_objects, lambda _: 1, lambda amount: (math.inf, amount))
 
     def set_capacity(self, capacity_bytes: int, *, objects_max: int) -> None:
         """The watermarks are shares of this."""
@@ -89,7 +101,7 @@ class Evictor:
     def _make_room_in_index(self, tenant: bytes) -> bool:
         """Evict at ``objects_max``, somewhat more than is short so that not every put has to; False: still too many."""
         while self._surplus_objects() > 0:
-            if self.evict(tenant, self._surplus_bytes) == 0:
+            if self._evict(tenant, self._objects_to_evict, self._objects) == 0:
                 return self._surplus_objects() <= 0
         return True
 
@@ -97,13 +109,9 @@ class Evictor:
         with self._catalog.lock:
             return len(self._catalog.residents) + self._catalog.reserved_objects.total() - self.objects_max
 
-    def _surplus_bytes(self) -> int:
-        """What so many objects, and some more, store on the average."""
+    def _objects_to_evict(self) -> int:
         surplus = self._surplus_objects()
-        if surplus <= 0:
-            return 0
-        usage = self._backend.usage()
-        return (surplus + self.objects_max // SPARE_OBJECTS_PART) * usage.stored_bytes // max(1, usage.objects)
+        return surplus + self.objects_max // SPARE_OBJECTS_PART if surplus > 0 else 0
 
     def make_room_in_quota(self, tenant: bytes, sizes_bytes: Sequence[int]) -> int:
         """Evict of ``tenant`` alone until objects of these stored sizes, which are reserved, fit into its quota.
@@ -129,7 +137,7 @@ class Evictor:
                         break
                     victims = self._take_own(tenant, short_bytes, short_objects)
                 if victims:
-                    failed_passes += self._delete(victims, Cause.QUOTA) == 0
+                    failed_passes += not self._delete(victims, Cause.QUOTA)
                 elif victims is not None:
                     break
         return _count_that_fit(sizes_bytes, room_bytes, room_objects)
@@ -156,43 +164,43 @@ class Evictor:
 
         Returns how many that were. Objects whose delete fails count as used now and are passed over.
         """
-        freed_bytes = failed_passes = 0
+        return self._evict(putting, shortfall, self._bytes)
+
+    def _evict(self, putting: bytes, shortfall: Callable[[], int], measure: Measure) -> int:
+        freed = failed_passes = 0
         spent: set[bytes] = set()
         with self._removal_lock:
-            enough_bytes = shortfall()
-            while freed_bytes < enough_bytes and failed_passes < EVICTION_FAILURES_MAX:
+            enough = shortfall()
+            while freed < enough and failed_passes < EVICTION_FAILURES_MAX:
                 with self._catalog.lock:
                     self._catalog.expire_holds()
-                    victims = self._take_fairly(putting, enough_bytes - freed_bytes, spent)
+                    victims = self._take_fairly(putting, enough - freed, spent, measure)
                 if victims is None:
                     break
                 if victims:
-                    pass_bytes = self._delete(victims, Cause.SHARE)
-                    freed_bytes += pass_bytes
-                    failed_passes += pass_bytes == 0
-        return freed_bytes
+                    gone = self._delete(victims, Cause.SHARE)
+                    freed += sum(measure.of(size_bytes) for _, size_bytes in gone)
+                    failed_passes += not gone
+        return freed
 
-    def _take_fairly(self, putting: bytes, short_bytes: int, spent: set[bytes]) -> Victims | None:
+    def _take_fairly(self, putting: bytes, short: int, spent: set[bytes], measure: Measure) -> Victims | None:
         """Victims for one pass; none: ask again; None: there are none. Adds to ``spent`` who has nothing more."""
         catalog = self._catalog
-        used_bytes = catalog.used_bytes()
-        weights = {tenant: catalog.limits.of(tenant).weight for tenant in used_bytes}
-        wanted = gives(used_bytes, weights, shortfall_bytes=short_bytes, spent=spent)
+        used = measure.used()
+        weights = {tenant: catalog.limits.of(tenant).weight for tenant in used}
+        wanted = gives(used, weights, shortfall=short, spent=spent)
         if not wanted and putting not in spent:
-            wanted = [(putting, short_bytes)]  # its own put may cost it anything of its own
+            wanted = [(putting, short)]  # its own put may cost it anything of its own
         if not wanted:
             return None
         victims: Victims = []
-        for tenant, give_bytes in wanted:
-            left_bytes = short_bytes - sum(catalog.stored_bytes(size_bytes) for _, size_bytes in victims)
-            if left_bytes <= 0 or len(victims) >= EVICTION_KEYS_MAX:
+        for tenant, give in wanted:
+            left = short - sum(measure.of(size_bytes) for _, size_bytes in victims)
+            if left <= 0 or len(victims) >= EVICTION_KEYS_MAX:
                 break
-            taken = catalog.take_victims(
-                tenant,
-                min(give_bytes, left_bytes),
-                count_max=EVICTION_KEYS_MAX - len(victims),
-                removal=Removal.EVICTED,
-            )
+            enough_bytes, count_max = measure.bounds(min(give, left))
+            count_max = min(count_max, EVICTION_KEYS_MAX - len(victims))
+            taken = catalog.take_victims(tenant, enough_bytes, count_max=count_max, removal=Removal.EVICTED)
             if taken is None:
                 break  # one look under the lock is enough, however many tenants there are
             victims += taken
@@ -202,17 +210,23 @@ class Evictor:
 
     def sweep(self) -> int:
         """Remove objects that have expired, EVICTION_KEYS_MAX at most; returns how many. Ask again until it is 0."""
-        with self._removal_lock:
-            with self._catalog.lock:
-                self._catalog.expire_holds()
-                tenants = self._catalog.residents.tenants()
-            for tenant in tenants:
-                while (victims := self._take_expired(tenant)) is None:
-                    pass  # the lock was let go in between
-                count = self._count_removed(Cause.TTL)
-                if victims and self._delete(victims, Cause.TTL):
-                    return self._count_removed(Cause.TTL) - count
+        with self._catalog.lock:
+            self._catalog.expire_holds()
+            tenants = self._catalog.residents.tenants()
+        for tenant in tenants:
+            with self._removal_lock:  # for one tenant at a time, since puts may wait for it
+                if count := self._sweep_tenant(tenant):
+                    return count
         return 0
+
+    def _sweep_tenant(self, tenant: bytes) -> int:
+        """Removes what has expired of one tenant, and returns how many those were."""
+        while (victims := self._take_expired(tenant)) is None:
+            pass  # the lock of the catalog was let go in between
+        before = self._count_removed(Cause.TTL)
+        if victims:
+            self._delete(victims, Cause.TTL)
+        return self._count_removed(Cause.TTL) - before
 
     def _take_expired(self, tenant: bytes) -> Victims | None:
         with self._catalog.lock:
@@ -227,25 +241,25 @@ class Evictor:
         with self._catalog.lock:
             return self._catalog.counters.removed[cause]
 
-    def _delete(self, victims: Victims, cause: Cause) -> int:
-        """Delete what was taken out of the index; returns the bytes that are free now. Under the removal lock."""
+    def _delete(self, victims: Victims, cause: Cause) -> Victims:
+        """Delete what was taken out of the index; returns what is gone. Under the removal lock."""
         outcomes = self._backend.delete([key for key, _ in victims])
         catalog = self._catalog
-        freed_bytes = failures = 0
+        gone: Victims = []
         with catalog.lock:
             for (key, size_bytes), outcome in zip(victims, outcomes, strict=True):
                 if outcome in (Outcome.OK, Outcome.ABSENT):
-                    freed_bytes += catalog.stored_bytes(size_bytes)
+                    gone.append((key, size_bytes))
                     catalog.counters.note_removed(tenant_of(key), cause)
                     continue
-                failures += 1
                 if key not in catalog.residents:
                     catalog.take_back(key, size_bytes, is_expired=cause is Cause.TTL)
-            catalog.counters.removed_bytes[cause] += freed_bytes
+            catalog.counters.removed_bytes[cause] += sum(catalog.stored_bytes(size_bytes) for _, size_bytes in gone)
+            failures = len(victims) - len(gone)
             catalog.counters.eviction_failures += failures
         if failures:
             self._notices.warning("evict", "%d objects could not be evicted", failures)
-        return freed_bytes
+        return gone
 
     def _above(self, limit_bytes: int) -> int:
         """By how much what is stored and reserved exceeds a limit."""

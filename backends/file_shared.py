@@ -323,12 +323,16 @@ class SharedFileBackend:
                 self._upkeep.submit(self.keep_up)
 
     def keep_up(self) -> None:
-        """Remove what dead writers left, and count again after one has gone. A thread of the backend does it, every
-        UPKEEP_INTERVAL_S in which there are puts or questions for the usage."""
+        """Remove what dead writers left and spare files that others have no room for; count again after one has gone.
+
+        A thread of the backend does it, every UPKEEP_INTERVAL_S in which there are puts or questions for the usage.
+        """
         self.orphans_removed += remove_dead_writers(self._unfinished)
         self._peers.refreshed()
         if self._peers.take_lost() or not self._is_settled:
             self._settle()
+        self._files.fit_spares()
+        self._report()
 
     def _settle(self) -> None:
         """Count everything. What changes meanwhile makes it inexact, and then it is done again."""

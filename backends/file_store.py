@@ -223,8 +223,8 @@ class FileBackend:
         path = self.path_of(item.key)
         try:
             outcome, inode = self._files.read(path, item)
-            if outcome is Outcome.CORRUPT and self.settings.shared:  # or written again while it was read
-                outcome, inode = self._files.read(path, item)
+            if outcome is Outcome.CORRUPT:
+                outcome, inode = self._read_again(path, item)
         except FileNotFoundError:
             return Outcome.ABSENT
         except OSError as error:
@@ -236,6 +236,16 @@ class FileBackend:
                 self._require_open()
                 self._remove(path, inode=inode)  # unless another file has taken the name meanwhile
         return outcome
+
+    def _read_again(self, path: str, item: GetItem) -> tuple[Outcome, int]:
+        """Into memory that no client shares: whoever wrote to the target meanwhile costs nobody an object. Another
+        process may have written the file again while it was read, too.
+        """
+        own = memoryview(bytearray(item.target.nbytes))
+        outcome, inode = self._files.read(path, GetItem(item.key, own))
+        if outcome is Outcome.OK:
+            item.target.cast("B")[:] = own
+        return outcome, inode
 
     def _remove(self, path: str, *, inode: int | None = None) -> Outcome:
         """Remove an object's file and give its space back; the caller holds the key."""
@@ -305,7 +315,11 @@ class FileBackend:
         if not self.accounts.set_capacity(capacity_bytes):
             raise BackendError("more is stored than the smaller capacity holds: delete first")
         self.spares.bytes_max = capacity_bytes // SPARE_SHARE
-        self._files.unlink(self.spares.give_up(self.spares.bytes_max))
+        self._give_up_spares(self.spares.bytes_max)
+
+    def fit_spares(self) -> None:
+        """Remove the spare files for which the capacity has no room: others may have taken it."""
+        self._give_up_spares(self.accounts.reserve(0) or 0)
 
     def close(self) -> None:
         """See ``Backend.close``. Waits for puts and deletes in progress. Does nothing in a forked child."""
@@ -332,9 +346,12 @@ class FileBackend:
         left_bytes = self.accounts.reserve(stored_bytes)
         if left_bytes is None:
             return False
-        if self.spares.total_bytes > left_bytes:
-            self._files.unlink(self.spares.give_up(left_bytes))
+        self._give_up_spares(left_bytes)
         return True
+
+    def _give_up_spares(self, bytes_max: int) -> None:
+        if self.spares.total_bytes > bytes_max:
+            self._files.unlink(self.spares.give_up(bytes_max))
 
 
 def _counts_of(found: Iterable[StoredBatch]) -> Counts:

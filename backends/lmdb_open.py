@@ -52,8 +52,8 @@ class StoreFiles:
     def close(self, *, sync_budget_s: float) -> None:
         """Close the map, note whether all content reached the medium, release the directory.
 
-        Payloads that are being read or written meanwhile keep the slab mapped until they are done; what is written
-        then has no record.
+        No payload may be written any more. Those that are being read meanwhile keep the slab mapped until they are
+        done.
         """
         if os.getpid() != self._pid:
             return

@@ -45,10 +45,15 @@ class Resizing:
                 raise BackendError("more is stored than the smaller capacity holds: delete first")
             if chunks_max > self._slab.chunks:
                 self._grow(chunks_max, floor_bytes)
+            before_bytes = self._space.usage().capacity_bytes
             self._space.limit(capacity_bytes, end=chunks_max)
-            if chunks_max < self._slab.chunks:
-                self._empty_from(chunks_max)
-                self.cut(capacity_bytes)
+            try:
+                if chunks_max < self._slab.chunks:
+                    self._empty_from(chunks_max)
+                    self.cut(capacity_bytes)
+            except BaseException:
+                self._space.limit(before_bytes, end=self._slab.chunks)
+                raise
 
     def _grow(self, chunks: int, floor_bytes: int) -> None:
         capacity_bytes, before = chunks * CHUNK_BYTES, self._slab.chunks
@@ -71,11 +76,15 @@ class Resizing:
             is_empty = self._space.wait_until_unused(end=end, timeout_s=MOVE_AGAIN_S)
 
     def _move_from(self, end: int) -> None:
-        for batch in self._index.records():
-            for key, raw in batch:
-                record = decode_record(key, raw)
-                if record is not None and record.chunk_ids.max() >= end:
-                    self._move(key, raw, record, end)
+        """Raises BackendError when the index cannot be read."""
+        try:
+            for batch in self._index.records():
+                for key, raw in batch:
+                    record = decode_record(key, raw)
+                    if record is not None and record.chunk_ids.max() >= end:
+                        self._move(key, raw, record, end)
+        except lmdb.Error as error:
+            raise BackendError(f"the index cannot be read: {error}") from error
 
     def _move(self, key: bytes, raw: bytes, record: IndexRecord, end: int) -> None:
         """Write those chunks of an object that lie from ``end`` on to others, unless it changes meanwhile."""

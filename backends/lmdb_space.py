@@ -12,6 +12,7 @@ from itertools import accumulate
 from hicache.backends.base import Usage
 from hicache.backends.chunk_ids import ChunkIds
 from hicache.backends.lmdb_layout import CHUNK_BYTES, ChunkIdArray
+from hicache.errors import BackendError
 
 
 class KeyClaims:
@@ -20,12 +21,15 @@ class KeyClaims:
     def __init__(self) -> None:
         self._lock = threading.Condition()
         self._claimed: set[bytes] = set()
+        self._is_shut = False
 
     @contextmanager
     def of(self, keys: Sequence[bytes]) -> Iterator[None]:
-        """Inside, nobody else is there with any of these keys; waits for who is."""
+        """Inside, nobody else is there with any of these keys; waits for who is. Raises BackendError after ``shut``."""
         with self._lock:
-            self._lock.wait_for(lambda: self._claimed.isdisjoint(keys))
+            self._lock.wait_for(lambda: self._is_shut or self._claimed.isdisjoint(keys))
+            if self._is_shut:
+                raise BackendError("the backend is closed")
             self._claimed.update(keys)
         try:
             yield
@@ -33,6 +37,13 @@ class KeyClaims:
             with self._lock:
                 self._claimed.difference_update(keys)
                 self._lock.notify_all()
+
+    def shut(self, *, timeout_s: float) -> bool:
+        """Let nobody enter any more; whether those inside leave in time."""
+        with self._lock:
+            self._is_shut = True
+            self._lock.notify_all()
+            return self._lock.wait_for(lambda: not self._claimed, timeout_s)
 
 
 @dataclass(slots=True)
@@ -150,4 +161,4 @@ class ChunkSpace:
     def wait_until_unused(self, *, end: int, timeout_s: float) -> bool:
         """Whether no chunk from ``end`` on is in use, or comes out of use in time."""
         with self._lock:
-            return self._lock.wait_for(lambda: self._ids.used_end <= end, timeout_s)
+            return self._lock.wait_for(lambda: not self._ids.is_used_from(end), timeout_s)

@@ -11,6 +11,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX, StoredBatch, is_storable_key
 from hicache.backends.columns import Column
+from hicache.backends.held import HeldBytes
 from hicache.backends.key_index import ONE_BY_ONE_MAX, KeyIndex
 from hicache.backends.key_table import NO_SLOT, Slots, first_of_each
 from hicache.backends.tenant_usage import Owner, TenantUsage
@@ -54,7 +55,8 @@ class Residents:
         self._slot_end = NO_SLOT + 1  # slots from here on were never taken
         self._free = array("I")
         self._gone: dict[bytes, int] = {}  # discarded while held: these keep their slots
-        self._held_count = self._held_bytes = 0
+        self._held_count = 0
+        self._held = HeldBytes()
         self._tenants: dict[bytes, Owner] = {}
         self._owned: dict[int, Owner] = {}  # the same by number
         self._last_number = 0
@@ -285,20 +287,25 @@ class Residents:
         """Objects that are held, those included that were discarded meanwhile."""
         return self._held_count
 
-    def hold(self, slots: Slots, *, bytes_max: int) -> Slots:
-        """Keep objects from eviction and expiry until ``release`` gets what this returns: those held, each once.
+    def hold(self, slots: Slots, *, bytes_max: int, tenant_bytes_max: int) -> Slots:
+        """Keep objects of one tenant from eviction and expiry until ``release`` gets what this returns: those held,
+        each once.
 
-        All that is held together stores at most ``bytes_max``: the first ones are held, and those that were already.
-        A hold outlives a ``discard``: an object that is stored again under its key is held.
+        All that is held stores at most ``bytes_max``, and of the tenant ``tenant_bytes_max``: the first ones are held,
+        and those that were already. A hold outlives a ``discard``: what is stored again under its key is held.
         """
         slots = first_of_each(slots[slots != NO_SLOT])
+        if not len(slots):
+            return slots
+        tenant = self._tenant_of(slots[0])
+        left_bytes = self._held.left(tenant, bytes_max=bytes_max, tenant_bytes_max=tenant_bytes_max)
         is_new = self._holds.array[slots] == 0
         stored = np.where(is_new, self._stored(self._sizes.array[slots]), 0)
-        fits = ~is_new | (stored.cumsum() <= bytes_max - self._held_bytes)
+        fits = ~is_new | (stored.cumsum() <= left_bytes)
         held: Slots = slots[fits]
         self._holds.array[held] += 1
         self._held_count += int(is_new[fits].sum())
-        self._held_bytes += int(stored[fits].sum())
+        self._held.change(tenant, int(stored[fits].sum()))
         return held
 
     def release(self, held: Slots) -> None:
@@ -306,7 +313,10 @@ class Residents:
         self._holds.array[held] -= 1
         free = held[self._holds.array[held] == 0]
         self._held_count -= len(free)
-        self._held_bytes -= int(self._stored(self._sizes.array[free]).sum())
+        owners, stored = self._owners.array[free], self._stored(self._sizes.array[free])
+        for owner in owners[:1] if (owners[1:] == owners[:-1]).all() else np.unique(owners):  # almost always one
+            is_own = owners == owner
+            self._held.change(self._tenant_of(free[is_own.argmax()]), -int(stored[is_own].sum()))
         self._restamp(free[(self._flags.array[free] & _IS_ASIDE) != 0], self._newest_s)
         if self._gone:
             for slot in free[self._used.array[free] == NEVER].tolist():
@@ -321,6 +331,11 @@ class Residents:
     def tenants(self) -> list[bytes]:
         """Tenants that have objects."""
         return list(self._tenants)
+
+    @property
+    def tenants_version(self) -> tuple[int, int]:
+        """Another one when ``tenants`` are others."""
+        return self._last_number, len(self._tenants)
 
     def _new_slots(self, count: int) -> int:
         """The first of so many that follow each other and were never taken."""
@@ -337,8 +352,13 @@ class Residents:
         slot = self._gone.pop(key, None)
         if slot is None:
             return self._free.pop() if self._free else self._new_slots(1)
-        self._held_bytes += self._stored_bytes(size_bytes) - self._stored_bytes(self._sizes.cells[slot])
+        grown_bytes = self._stored_bytes(size_bytes) - self._stored_bytes(self._sizes.cells[slot])
+        self._held.change(key[:TENANT_BYTES], grown_bytes)
         return slot
+
+    def _tenant_of(self, slot: int) -> bytes:
+        """Of the key that was put into a slot last."""
+        return self._keys.key(slot)[:TENANT_BYTES]
 
     def _stored(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         """What objects of these sizes take of the capacity."""

@@ -110,8 +110,8 @@ class ObjectStore:
         """OK or ABSENT for each key, and a lease on the present ones (NO_LEASE when ``lease_s`` is 0 or none is).
 
         Counts as use. Until the lease ends, is released or expires, its keys are neither evicted nor do they expire.
-        All leases together protect at most LEASED_SHARE_MAX of the capacity: the first keys get the lease, those
-        beyond it are OK without.
+        All leases together protect at most LEASED_SHARE_MAX of the capacity, and those of a tenant so much of its
+        share: the first keys get the lease, those beyond it are OK without.
         """
         with self._lock:
             catalog = self._catalog
@@ -119,7 +119,7 @@ class ObjectStore:
             slots = catalog.use(keys)
             catalog.counters.lookup_hits += (hit_count := int(np.count_nonzero(slots)))
             catalog.counters.lookup_misses += len(keys) - hit_count
-            lease_id = catalog.lease(slots, expires_at_s=self._clock() + lease_s) if lease_s > 0 else NO_LEASE
+            lease_id = catalog.lease(keys, slots, expires_at_s=self._clock() + lease_s) if lease_s > 0 else NO_LEASE
         outcomes: list[Outcome] = _LOOKED_UP[(slots != NO_SLOT).view(np.uint8)].tolist()
         return outcomes, lease_id
 
@@ -223,7 +223,7 @@ class ObjectStore:
         with self._removal_lock:
             with self._lock:
                 self._catalog.doomed.update(key for key in keys if key in self._catalog.writing)
-                sizes = {key: self._catalog.discard(key, Removal.DELETED) for key in keys}
+                sizes = {key: self._catalog.discard(key, Removal.DELETED) for key in dict.fromkeys(keys)}
             outcomes = self._backend.delete(keys)
             with self._lock:
                 for key, outcome in zip(keys, outcomes, strict=True):

@@ -37,6 +37,7 @@ class Record:
     put_s: float = 0.0  # when the put that stored it, or may have, began
     used_s: float = 0.0  # when the last call about it ended; infinite when that was not answered
     leased_until_s: float = 0.0
+    kept_until_s: float = 0.0  # a lease may have kept it from eviction until then, which counts as use
     found: str = ""  # the outcome of the last check
 
     @property

@@ -111,7 +111,7 @@ class BulkConnection:
         return self._receive_some(buffer, 0)
 
     def receive(self, buffer: memoryview) -> None:
-        """Fills all of ``buffer``. Raises Refusal(BAD_STREAM) when nothing comes for PATIENCE_S."""
+        """Fills all of ``buffer``. Raises Refusal(BAD_STREAM) when that is not done within PATIENCE_S of a call."""
         filled = 0
         with self._waiting_for_client(is_receiving=True):
             while filled < len(buffer):
@@ -179,7 +179,7 @@ class BulkConnection:
             raise ConnectionOver(self._result) from error
         if count == 0:
             if self._is_impatient:
-                raise Refusal(RefusalCode.BAD_STREAM, f"nothing came within {PATIENCE_S:g} s")
+                raise Refusal(RefusalCode.BAD_STREAM, f"what was announced did not come within {PATIENCE_S:g} s")
             raise ConnectionOver(self._result)
         return count
 

@@ -271,6 +271,8 @@ def _check_together(config: DaemonConfig) -> None:
         )
     if config.backend == "mooncake" and not config.mooncake_master:
         raise ConfigError("mooncake_master", config.mooncake_master, "host:port of the master when backend is mooncake")
+    if config.file_shared and config.backend != "file":
+        raise ConfigError("file_shared", True, f"false, or backend = 'file' instead of {config.backend!r}")
     if config.listen and not config.tenants_file:
         raise ConfigError(
             "listen", config.listen, 'tenants_file to be set as well (a TCP port is open to others), or listen = ""'
@@ -295,7 +297,9 @@ def _check_bulk_listen(config: DaemonConfig) -> None:
     listen, bulk = config.listen_address, config.bulk_listen_address
     if listen is None and bulk is not None:
         raise ConfigError("bulk_listen", config.bulk_listen, 'listen to be set as well, or bulk_listen = ""')
-    if bulk is not None and (bulk.port > 65_535 or (bulk == listen and bulk.port)):
+    if bulk is not None and bulk.port > 65_535:
+        raise ConfigError("bulk_listen", "", f"an address, since listen = {config.listen!r} has no next port")
+    if bulk is not None and bulk == listen and bulk.port:
         raise ConfigError("bulk_listen", config.bulk_listen, f"an address with a port other than that of {listen}")
 
 

@@ -56,11 +56,11 @@ class TenantRates:
 
     def admit_call(self) -> None:
         """Count a call. Raises Refusal(RATE_LIMITED), which costs the tenant nothing."""
-        self._admit("calls", self._calls, 1.0, f"calls_per_s_max is {self._calls.rate_per_s:g}")
+        self._admit("calls", self._calls, 1.0, f"calls_per_s_max is {self._calls.rate_per_s:.12g}")
 
     def admit_bytes(self, size_bytes: int) -> None:
         """Count the payload of a batch before it moves. Raises Refusal(RATE_LIMITED)."""
-        self._admit("bytes", self._bytes, size_bytes, f"bytes_per_s_max is {self._bytes.rate_per_s:g}")
+        self._admit("bytes", self._bytes, size_bytes, f"bytes_per_s_max is {self._bytes.rate_per_s:.12g}")
 
     def give_back_bytes(self, size_bytes: int) -> None:
         """So many of the counted bytes did not move after all."""

@@ -31,6 +31,8 @@ async def resize_when_asked(asked: asyncio.Event, *, reread: Callable[[], Daemon
                 capacity_bytes = await asyncio.wrap_future(job.future)
             except (ConfigError, BackendError, OSError) as error:
                 log.error("the capacity stays as it is", reason=str(error))
+            except Exception:  # a mistake of ours must not make the daemon deaf to the next signal
+                log.exception("the capacity stays as it is")
             else:
                 log.info("the capacity is as configured", capacity_bytes=capacity_bytes)
     finally:

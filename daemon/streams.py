@@ -95,7 +95,12 @@ class StreamSender:
             self._loading.append(self._start(_Loading(chunks.popleft(), ticket=ticket)))
 
     def _start(self, loading: _Loading) -> _Loading:
-        loading.buffers = [self._staging.lend(extent.size_bytes) for extent in loading.chunk]
+        try:
+            for extent in loading.chunk:
+                loading.buffers.append(self._staging.lend(extent.size_bytes))
+        except MemoryError:
+            self._free(loading)
+            raise
         items = [
             GetItem(extent.key, memoryview(buffer))
             for extent, buffer in zip(loading.chunk, loading.buffers, strict=True)

@@ -29,9 +29,11 @@ def inflight_budgets(config: DaemonConfig, tenants: Tenants) -> InflightBudgets:
 def store_limits(config: DaemonConfig, tenants: Tenants) -> StoreLimits:
     """What each tenant may have of the store. Raises ConfigError for limits that the backend cannot see to."""
     for tenant, settings in tenants.settings.items():
-        if config.is_shared and settings.needs_index:
-            expected = f"no quota_bytes, quota_objects and ttl_s (of {tenant.name}): the store of others decides"
-            raise ConfigError("backend", config.backend, expected)
+        name = settings.first_that_needs_index
+        if config.is_shared and name:
+            shared = "file_shared = true" if config.file_shared else f"backend = {config.backend!r}"
+            expected = f"0 for tenant {tenant.name} with {shared}, where others decide, too, what is kept"
+            raise ConfigError(name, getattr(settings, name), expected)
     return StoreLimits(
         default=config.tenant_defaults.of_store,
         by_tenant={tenant.digest: settings.of_store for tenant, settings in tenants.settings.items()},

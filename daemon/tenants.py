@@ -54,9 +54,9 @@ class TenantSettings:
         return TenantLimits(self.weight, self.quota_bytes, self.quota_objects, self.ttl_s, self.pinned_objects_max)
 
     @property
-    def needs_index(self) -> bool:
-        """Whether only a store that knows what it has can see to this."""
-        return bool(self.quota_bytes or self.quota_objects or self.ttl_s)
+    def first_that_needs_index(self) -> str:
+        """A setting that only a store that knows what it has can see to; empty: none."""
+        return next((name for name in ("quota_bytes", "quota_objects", "ttl_s") if getattr(self, name)), "")
 
 
 TTL_S_MAX = 10 * 365 * 86_400

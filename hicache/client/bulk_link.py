@@ -128,6 +128,11 @@ class BulkLinks:
             raise
         self._give_back(link, is_usable=True)
 
+    def connect_once(self, *, left_s: LeftS) -> None:
+        """Connect as a call would, and hang up. Raises what ``borrow`` raises."""
+        link = self._idle_or_none(left_s=left_s) or self._connect(left_s=left_s)
+        self._give_back(link, is_usable=False)
+
     def close(self) -> None:
         """End every call on a connection, and begin no other. Idempotent."""
         with self._changed:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import time
 
 from hicache.client.address import DaemonAddress
-from hicache.client.bulk_link import BulkRefused
-from hicache.client.fault import Fault, FaultKind, refusal_fault
+from hicache.client.fault import Fault
 from hicache.client.memory_link import NotRegistered, register
 from hicache.client.session import Identity, Session
 from hicache.client.status import ProbeReport
@@ -30,7 +29,7 @@ def probe_daemon(
             return _failed(fault, seconds=time.monotonic() - started_s)
         bulk, bulk_reason = _try_memory(session, address, memory, timeout_s=started_s + timeout_s - time.monotonic())
         if bulk == "stream":
-            fault = _try_stream(session, timeout_s=started_s + timeout_s - time.monotonic())
+            fault = session.try_bulk(timeout_s=started_s + timeout_s - time.monotonic())
             if fault is not None:
                 return _failed(fault, seconds=time.monotonic() - started_s)
         welcome = session.welcome
@@ -68,18 +67,6 @@ def _try_memory(
         return "stream", link.reason
     link.end()  # no transfer ever named it
     return "memory", ""
-
-
-def _try_stream(session: Session, *, timeout_s: float) -> Fault | None:
-    """Why no object could be moved over the bulk socket; None when one could."""
-    ends_at_s = time.monotonic() + timeout_s
-    try:
-        with session.bulk.borrow(left_s=lambda: ends_at_s - time.monotonic()):
-            return None
-    except OSError as error:
-        return Fault(FaultKind.LOST, "BULK_LOST", f"the bulk socket of hicached cannot be reached: {error}")
-    except BulkRefused as refusal:
-        return refusal_fault(str(refusal)) or Fault(FaultKind.LOST, "BULK_REFUSED", str(refusal))
 
 
 def _failed(fault: Fault, *, seconds: float) -> ProbeReport:

@@ -14,8 +14,8 @@ import grpc
 import msgspec
 
 from hicache.client.address import DaemonAddress
-from hicache.client.bulk_link import BulkLinks
-from hicache.client.fault import Fault, FaultKind, call, fault_of
+from hicache.client.bulk_link import BulkClosed, BulkLinks, BulkRefused
+from hicache.client.fault import NEVER_SENT, Fault, FaultKind, call, fault_of, refusal_fault
 from hicache.client.memory_link import MemoryLink
 from hicache.lease_book import LeaseBook
 from hicache.spec import CacheSpec
@@ -118,6 +118,19 @@ class Session:
         if fault is None or fault.is_answer:
             self.answered_at_s = time.monotonic()
         return fault
+
+    def try_bulk(self, *, timeout_s: float) -> Fault | None:
+        """Why no object could be moved over the bulk socket; None when one could."""
+        ends_at_s = time.monotonic() + timeout_s
+        try:
+            self.bulk.connect_once(left_s=lambda: ends_at_s - time.monotonic())
+        except OSError as error:
+            return Fault(FaultKind.LOST, "BULK_LOST", f"the bulk socket of hicached cannot be reached: {error}")
+        except BulkRefused as refusal:
+            return refusal_fault(str(refusal)) or Fault(FaultKind.LOST, "BULK_REFUSED", str(refusal))
+        except BulkClosed:
+            return NEVER_SENT
+        return None
 
     def close(self) -> None:
         """End the session. Calls that run on it end at once, without an answer. Idempotent."""

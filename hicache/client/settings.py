@@ -13,7 +13,7 @@ class ClientSettings:
     """Seconds throughout."""
 
     lease_s: float = 5.0  # how long a looked-up object is protected from eviction; hicached may allow less
-    connect_timeout_s: float = 2.0  # for a session to be agreed on, and again for the memory to be registered
+    connect_timeout_s: float = 2.0  # for a session, and again for its memory or its bulk socket
     ping_timeout_s: float = 2.0  # a daemon that answers nothing for so long has lost its session
     heartbeat_s: float = 5.0  # an idle session is pinged so often
     backoff_s: float = 0.05  # before the second attempt to connect; doubles with every further one

@@ -53,6 +53,7 @@ class Supervisor:
     ) -> None:
         self._address = address
         self._identity = identity
+        self._moves_objects = memory is not None
         self._memory = memory if address.is_local and memory is not None and memory.fd is not None else None
         self._breaker = breaker
         self._notices = notices
@@ -192,13 +193,10 @@ class Supervisor:
             self._changed.wait_for(lambda: self._is_closing, seconds * random.uniform(0.75, 1.0))
 
     def _connect(self) -> Session | Fault:
-        session = Session.open(
-            self._address, self._identity, timeout_s=self._settings.connect_timeout_s, on_end=self._wake
-        )
+        session = self._open_session()
         if isinstance(session, Fault):
             self._note_no_session(session)
             return session
-        session.stream_reason = self._why_stream(session)
         session.can_share_memory = not session.stream_reason
         with self._changed:
             is_closing = self._is_closing
@@ -216,6 +214,19 @@ class Supervisor:
             self._breaker.retry_now()
             self._note_session(session)
         return session
+
+    def _open_session(self) -> Session | Fault:
+        """A session over which objects can move: look-ups alone would promise what no fetch could bring in time."""
+        timeout_s = self._settings.connect_timeout_s
+        session = Session.open(self._address, self._identity, timeout_s=timeout_s, on_end=self._wake)
+        if isinstance(session, Fault):
+            return session
+        session.stream_reason = self._why_stream(session)
+        fault = session.try_bulk(timeout_s=timeout_s) if session.stream_reason and self._moves_objects else None
+        if fault is None:
+            return session
+        session.close()
+        return fault
 
     def _why_stream(self, session: Session) -> str:
         if not self._address.is_local:

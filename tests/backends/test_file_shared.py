@@ -76,6 +76,10 @@ def unfinished_of(directory: Path) -> list[Path]:
     return [path for path in files_under(directory / "unfinished") if path.suffix not in (".alive", ".lock")]
 
 
+def file_bytes(files: list[Path]) -> int:
+    return sum(path.stat().st_size for path in files)
+
+
 def told_until(directory: Path, *backends: SharedFileBackend) -> None:
     """Every backend hears what the others told, and has walked if it must."""
     for backend in backends:
@@ -194,6 +198,21 @@ def test_cleaning_never_touches_what_a_live_writer_is_writing(opened: Opened, di
     assert get(other, key(1), 500_000) == (Outcome.OK, payload(1, 500_000))
     assert other.orphans_removed == 0
     assert unfinished_of(directory) == []
+
+
+def test_an_idle_process_gives_up_its_spare_files_when_another_fills_the_folder(
+    opened: Opened, directory: Path
+) -> None:
+    idle, busy = opened(), opened()
+    put(idle, *[(key(number), payload(number, MIB)) for number in range(7)])
+    idle.delete([key(number) for number in range(7)])
+    told_until(directory, idle, busy)
+    assert file_bytes(unfinished_of(directory)) > MIB
+    put(busy, *[(key(number), payload(number, MIB)) for number in range(10, 17)])
+    told_until(directory, idle, busy)
+    for backend in (idle, busy):
+        backend.keep_up()
+    assert file_bytes(unfinished_of(directory)) + walked_bytes(directory) <= CAPACITY_BYTES
 
 
 def test_usage_of_both_converges_to_what_is_there(opened: Opened, directory: Path) -> None:

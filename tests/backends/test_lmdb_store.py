@@ -19,8 +19,9 @@ from hicache.backends import lmdb_layout
 from hicache.backends.base import GetItem
 from hicache.backends.lmdb_env import DELETE_RESERVE_BYTES, SPARE_READERS, LmdbEnvironment, Transaction
 from hicache.backends.lmdb_index import Found, Index
-from hicache.backends.lmdb_layout import CHUNK_BYTES, decode_record
-from hicache.backends.lmdb_slab import SLAB_NAME
+from hicache.backends.lmdb_layout import CHUNK_BYTES, ChunkIdArray, decode_record
+from hicache.backends.lmdb_slab import SLAB_NAME, Slab
+from hicache.backends.lmdb_space import KeyClaims
 from hicache.backends.lmdb_store import LmdbBackend
 from hicache.backends.marker import MARKER_NAME, StoreMarker, write_marker
 from hicache.errors import BackendError, ConfigError
@@ -413,6 +414,33 @@ def test_an_object_that_is_deleted_and_whose_space_is_filled_again_while_it_is_r
     assert len(fill(backend, range(30, 60))) == 15
 
 
+def test_a_store_closes_after_the_put_that_is_in_progress(
+    backend: LmdbBackend, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the put would go on in chunks that the next process to open the store gives to others."""
+    closing = threading.Thread(target=backend.close)
+    write, shut, is_shutting = Slab.write, KeyClaims.shut, threading.Event()
+
+    def write_late(slab: Slab, name: bytes, content: memoryview, chunk_ids: ChunkIdArray) -> int:
+        closing.start()
+        assert is_shutting.wait(20.0)
+        return write(slab, name, content, chunk_ids)
+
+    def shut_heard(claims: KeyClaims, *, timeout_s: float) -> bool:
+        is_shutting.set()
+        return shut(claims, timeout_s=timeout_s)
+
+    monkeypatch.setattr(Slab, "write", write_late)
+    monkeypatch.setattr(KeyClaims, "shut", shut_heard)
+    assert put(backend, (key(1), payload(1, MIB))) == [Outcome.OK]
+    closing.join()
+    with pytest.raises(BackendError, match="closed"):
+        put(backend, (key(2), payload(2, MIB)))
+    backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
+    assert get(backend, key(1), MIB) == (Outcome.OK, payload(1, MIB))
+    backend.close()
+
+
 def test_reads_leave_no_reader_slots_behind(backend: LmdbBackend) -> None:
     put(backend, (key(1), b"x"))
     for _ in range(3):
@@ -587,6 +615,25 @@ def test_a_disk_that_is_full_in_the_middle_of_a_resize_leaves_the_old_size(
             backend.resize(3 << 30, floor_bytes=0)
     assert (directory / SLAB_NAME).stat().st_size == 16 * MIB
     assert len(fill(backend, range(40))) == 16
+
+
+def test_an_index_that_cannot_be_read_in_a_resize_leaves_the_old_capacity(
+    backend: LmdbBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = fill(backend, range(40))
+    backend.delete([key(number) for number in stored[:8]])
+
+    def unreadable(_: Index) -> Iterator[object]:
+        raise lmdb.Error("unreadable")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "records", unreadable)
+        with pytest.raises(BackendError, match="unreadable"):
+            backend.resize(8 * MIB, floor_bytes=0)
+    assert backend.usage().capacity_bytes == 16 * MIB
+    assert len(fill(backend, range(100, 140))) == 8, "all that is free, also behind the smaller capacity"
+    backend.resize(32 * MIB, floor_bytes=0)
+    assert len(fill(backend, range(200, 240))) == 16
 
 
 RESIZE_UNTIL_KILLED = """

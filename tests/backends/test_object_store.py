@@ -507,6 +507,13 @@ def test_an_io_error_is_an_outcome_and_the_object_stays_known(rig: Rig) -> None:
     assert rig.get(1) is Outcome.OK
 
 
+def test_an_object_that_cannot_be_deleted_stays_known_also_when_it_is_named_twice(rig: Rig) -> None:
+    rig.put(1)
+    rig.faulty.arm("delete", Fault(FaultKind.EIO, times=1))
+    assert rig.store.delete([key(1), key(1)]) == [Outcome.IO_ERROR] * 2
+    assert rig.get(1) is Outcome.OK
+
+
 def test_an_object_that_vanished_below_is_forgotten(rig: Rig) -> None:
     rig.put(1)
     rig.files.delete([key(1)])

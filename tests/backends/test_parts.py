@@ -89,6 +89,7 @@ def test_chunk_ids_are_never_out_twice_and_never_beyond_the_limits(steps: list[t
         flat = [chunk_id for group in out for chunk_id in group.tolist()]
         assert len(set(flat)) == len(flat) == ids.used_count
         assert ids.used_end == max(flat, default=-1) + 1
+        assert [ids.is_used_from(end) for end in range(0, 50, 7)] == [ids.used_end > end for end in range(0, 50, 7)]
     for group in out:
         ids.release(group)
     ids.set_end(40)

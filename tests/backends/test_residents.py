@@ -122,19 +122,27 @@ class ResidentsMachine(RuleBasedStateMachine):
         if self.is_held(key):
             self.held_sizes[key] = 3
 
-    @rule(keys=SOME_KEYS, bytes_max=st.sampled_from([0, 100, 10_000]))
-    def hold(self, keys: list[bytes], bytes_max: int) -> None:
+    @rule(
+        keys=SOME_KEYS,
+        tenant=st.sampled_from([*TENANTS, b"\0"]),
+        bytes_max=st.sampled_from([0, 100, 10_000]),
+        tenant_bytes_max=st.sampled_from([0, 60, 10_000]),
+    )
+    def hold(self, keys: list[bytes], tenant: bytes, bytes_max: int, tenant_bytes_max: int) -> None:
+        keys = [key for key in keys if key[:TENANT_BYTES] == tenant]
         is_full = False
         held: list[bytes] = []
         for key in dict.fromkeys(key for key in keys if key in self.model):
             if not self.is_held(key):
                 size_bytes = self.model[key].size_bytes
+                own = [size for other, size in self.held_sizes.items() if other[:TENANT_BYTES] == tenant]
                 is_full |= sum(map(stored_bytes, (*self.held_sizes.values(), size_bytes))) > bytes_max
+                is_full |= sum(map(stored_bytes, (*own, size_bytes))) > tenant_bytes_max
                 if is_full:
                     continue
                 self.held_sizes[key] = size_bytes
             held.append(key)
-        real = self.real.hold(self.real.slots(keys), bytes_max=bytes_max)
+        real = self.real.hold(self.real.slots(keys), bytes_max=bytes_max, tenant_bytes_max=tenant_bytes_max)
         assert len(real) == len(held)
         self.holds.append(ModelHold(held, real))
 

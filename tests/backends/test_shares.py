@@ -21,6 +21,7 @@ EQUAL = {A: 1.0, B: 1.0, C: 1.0}
         ({A: 30, B: 30, C: 30}, 30, [(C, 10), (B, 10), (A, 10)]),
         ({A: 30, B: 30, C: 31}, 1, [(C, 1)]),
         ({A: 90}, 10, [(A, 10)]),
+        ({A: 10, B: 10, C: 1}, 1, [(B, 1)]),
         ({A: 90}, 200, [(A, 90)]),
         ({}, 10, []),
     ],
@@ -28,18 +29,18 @@ EQUAL = {A: 1.0, B: 1.0, C: 1.0}
 def test_the_fullest_come_down_to_one_level(
     used_bytes: dict[bytes, int], shortfall_bytes: int, expected: list[tuple[bytes, int]]
 ) -> None:
-    assert gives(used_bytes, EQUAL, shortfall_bytes=shortfall_bytes) == expected
+    assert gives(used_bytes, EQUAL, shortfall=shortfall_bytes) == expected
 
 
 def test_a_weight_of_two_has_two_shares() -> None:
     weights = {A: 2.0, B: 1.0}
-    assert gives({A: 60, B: 40}, weights, shortfall_bytes=10) == [(B, 10)]
-    assert gives({A: 80, B: 40}, weights, shortfall_bytes=30) == [(B, 10), (A, 20)]
+    assert gives({A: 60, B: 40}, weights, shortfall=10) == [(B, 10)]
+    assert gives({A: 80, B: 40}, weights, shortfall=30) == [(B, 10), (A, 20)]
 
 
 def test_who_has_nothing_to_give_is_made_up_for_by_others_but_not_below_their_share() -> None:
-    assert gives({A: 60, B: 40, C: 20}, EQUAL, shortfall_bytes=30, spent={A}) == [(B, 10)]
-    assert gives({A: 60, B: 40, C: 20}, EQUAL, shortfall_bytes=30, spent={A, B}) == []
+    assert gives({A: 60, B: 40, C: 20}, EQUAL, shortfall=30, spent={A}) == [(B, 10)]
+    assert gives({A: 60, B: 40, C: 20}, EQUAL, shortfall=30, spent={A, B}) == []
 
 
 TENANTS = st.dictionaries(
@@ -57,7 +58,7 @@ def test_what_is_short_is_given_by_those_above_their_share_and_leaves_them_level
     used_bytes = {tenant: used for tenant, (used, _) in tenants.items()}
     weights = {tenant: weight for tenant, (_, weight) in tenants.items()}
     shortfall_bytes = int(sum(used_bytes.values()) * part)
-    amounts = dict(gives(used_bytes, weights, shortfall_bytes=shortfall_bytes))
+    amounts = dict(gives(used_bytes, weights, shortfall=shortfall_bytes))
     assert abs(sum(amounts.values()) - shortfall_bytes) <= len(tenants)
 
     level = (sum(used_bytes.values()) - shortfall_bytes) / sum(weights.values())

@@ -32,7 +32,7 @@ class Rig:
         self.now_s = 1_000_000.0
         self.store: ObjectStore
 
-    def open(self, *, pin_share: float = 0.25, **by_tenant: TenantLimits) -> ObjectStore:
+    def open(self, *, pin_share: float = 0.25, objects_max: int = 0, **by_tenant: TenantLimits) -> ObjectStore:
         """``mine`` and ``other`` are the limits of the two tenants."""
         digests = {"mine": TENANT, "other": OTHER_TENANT, "third": THIRD_TENANT}
         self.files = FileBackend.open(self.directory, capacity_bytes=SLOTS * SLOT)
@@ -43,6 +43,7 @@ class Rig:
             high_watermark=0.9,
             low_watermark=0.8,
             free_space_floor_bytes=0,
+            objects_max=objects_max,
             limits=StoreLimits(
                 by_tenant={digests[name]: limits for name, limits in by_tenant.items()}, pin_share=pin_share
             ),
@@ -168,13 +169,37 @@ class TestShares:
 
     def test_a_borrower_whose_objects_are_leased_costs_nobody_within_his_share_anything(self, rig: Rig) -> None:
         rig.open()
-        rig.put_each(range(25), OTHER_TENANT)
         rig.put_each(range(60))
-        rig.store.lookup([key(number) for number in range(50)], lease_s=10.0)
+        rig.store.lookup([key(number) for number in range(50)], lease_s=10.0)  # while all of the store is its share
+        rig.put_each(range(25), OTHER_TENANT)
         rig.put_each(range(100, 130), THIRD_TENANT)
         rig.put_each(range(200, 300), THIRD_TENANT)
         assert rig.present(range(25), OTHER_TENANT) == list(range(25))
         assert rig.present(range(50)) == list(range(50))
+
+    def test_a_tenant_that_leases_all_it_puts_keeps_what_it_put_last(self, rig: Rig) -> None:
+        rig.open(mine=TenantLimits(weight=2.0), other=TenantLimits())
+        rig.put_each(range(60), OTHER_TENANT)
+        for number in range(100):
+            rig.put(number)
+            rig.store.lookup([key(number)], lease_s=1000.0)
+            assert rig.present(range(max(0, number - 9), number + 1)) == [*range(max(0, number - 9), number + 1)]
+        assert rig.store.stats().holds.leased_keys == SLOTS // 2 * 2 // 3
+        _, lease = rig.store.lookup([key(number, OTHER_TENANT) for number in range(60)], lease_s=1000.0)
+        assert lease, "leases of one tenant leave those of others their part"
+
+    def test_at_objects_max_shares_are_of_objects_so_many_small_ones_do_not_push_out_few_large_ones(
+        self, rig: Rig
+    ) -> None:
+        rig.open(objects_max=40)
+        rig.put_each(range(10), OTHER_TENANT)
+        for start in range(0, 300, 5):
+            assert rig.put(*range(start, start + 5), size=100) == [Outcome.OK] * 5
+        assert rig.present(range(10), OTHER_TENANT) == list(range(10))
+        assert rig.present(range(270, 300)) == list(range(270, 300))
+        rig.put_each(range(10, 20), OTHER_TENANT)
+        assert rig.present(range(20), OTHER_TENANT) == list(range(20))
+        assert rig.present(range(300)) == list(range(280, 300))
 
     def test_a_full_medium_costs_the_tenant_that_puts(self, rig: Rig) -> None:
         rig.open()
@@ -306,6 +331,16 @@ class TestPins:
         rig.put_each(range(90))
         assert rig.pin(*range(90)).count(Outcome.OK) == 12
         assert rig.put(*range(100, 180), tenant=OTHER_TENANT) == [Outcome.OK] * 80
+
+    def test_what_pins_may_protect_follows_the_capacity(self, rig: Rig) -> None:
+        rig.open(pin_share=0.1)
+        rig.put_each(range(40))
+        assert rig.pin(*range(12)).count(Outcome.OK) == 10
+        rig.store.resize(2 * SLOTS * SLOT)
+        assert rig.pin(*range(10, 22)).count(Outcome.OK) == 10
+        rig.store.unpin([key(number) for number in range(5, 22)])
+        rig.store.resize(SLOTS * SLOT)
+        assert rig.pin(*range(30, 40)) == [Outcome.OK] * 5 + [Outcome.REFUSED] * 5
 
     def test_what_its_owner_deletes_or_what_is_corrupt_is_pinned_no_more(self, rig: Rig) -> None:
         rig.open()

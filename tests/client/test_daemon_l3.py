@@ -453,6 +453,7 @@ def stream_client(folder: Path, new_client: ClientFactory) -> tuple[SmallDaemon,
     daemon = SmallDaemon(folder, has_memory_socket=False).start()
     client = new_client(daemon.address)
     assert client.wait_ready(timeout_s=10)
+    wait_until(lambda: not daemon.bulk_connections, what="the end of the connection that tried the bulk socket")
     return daemon, client
 
 

@@ -106,6 +106,29 @@ class TestHicachedOverTcp(HicachedContract):
         return hicached.tcp_address
 
 
+def test_a_bulk_socket_out_of_reach_is_no_session_since_what_is_looked_up_could_never_come(
+    folder: Path, new_client: ClientFactory
+) -> None:
+    hicached = HicachedProcess(folder)
+    hicached.start()
+    out_of_reach = folder / "elsewhere"
+    (folder / "hicached.sock.bulk").rename(out_of_reach)
+    memory = UnshareableMemory(MEMORY_BYTES)
+    client = new_client(hicached.address, memory=memory)
+    wait_until(lambda: client.status().state is ClientState.UNAVAILABLE, what="the refusal")
+    assert "the bulk socket of hicached cannot be reached" in client.status().reason
+    assert client.lookup([key(1)], timeout_s=5) == [Outcome.UNAVAILABLE]
+    watcher = new_client(hicached.address, memory=None)
+    assert watcher.wait_ready(timeout_s=10), "who moves no objects needs no bulk socket"
+    assert watcher.lookup([key(1)], timeout_s=5) == [Outcome.ABSENT]
+    out_of_reach.rename(folder / "hicached.sock.bulk")
+    assert client.wait_ready(timeout_s=10)
+    assert put(client, [L3Item(key(1), 0, SIZE)]) == [Outcome.OK]
+    client.close()
+    memory.close()
+    hicached.end()
+
+
 def test_memory_and_streams_name_the_same_objects(hicached: HicachedProcess, token: str, memory: SmallMemory) -> None:
     local = DaemonL3(hicached.address, spec=SPEC, memory=memory, token=token, settings=PATIENT)
     remote = DaemonL3(hicached.tcp_address, spec=SPEC, memory=memory, token=token, settings=PATIENT)

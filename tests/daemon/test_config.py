@@ -119,6 +119,7 @@ def test_a_missing_file_is_refused(folder: Path) -> None:
         ({"bulk_listen": "127.0.0.1:1"}, "bulk_listen"),
         ({"listen": "127.0.0.1:65535", "tenants_file": "/tmp/t"}, "bulk_listen"),
         ({"listen": "127.0.0.1:7", "bulk_listen": "127.0.0.1:7", "tenants_file": "/tmp/t"}, "bulk_listen"),
+        ({"file_shared": True}, "file_shared"),
         ({"http": "/tmp/x", "ready_file": "/tmp/x"}, "ready_file"),
         ({"path": ""}, "path"),
         ({"socket": "/tmp/" + "x" * 100}, "socket"),
@@ -192,7 +193,7 @@ def test_a_ready_file_that_cannot_be_written_is_refused_before_anything_is_opene
 def test_the_settings_of_files_are_in_the_url_of_the_backend(tmp_path: Path) -> None:
     path = tmp_path / "store"
     assert load(tmp_path, backend="file").backend_url == f"file://{path}"
-    assert load(tmp_path, backend="lmdb", file_shared=True).backend_url == f"lmdb://{path}"
+    assert load(tmp_path, backend="lmdb", file_fsync=True).backend_url == f"lmdb://{path}"
     config = load_toml(tmp_path, 'backend = "file"\nfile_shared = true\nfile_fsync = true\nfile_direct = "off"')
     assert config.backend_url == f"file://{path}?shared=1&fsync=1&direct=off"
     assert load(tmp_path, backend="file", file_fsync="true").file_fsync

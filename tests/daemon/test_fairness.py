@@ -114,7 +114,7 @@ class TestUploads:
         daemon = start_thread()
         with Client(daemon.target) as client:
             bulk = self.starving(client, 1)
-            with pytest.raises(BulkRefused, match="nothing came within"):
+            with pytest.raises(BulkRefused, match="did not come within"):
                 bulk.end_put(1)
             assert client.present([object_key(1)]) == [False]
             wait_until(lambda: daemon.metric("hicache_inflight_bytes") == 0, what="its byte is given back")

@@ -105,7 +105,7 @@ def test_a_shared_backend_that_could_not_keep_a_quota_stops_the_start(folder: Pa
 
     async def steps() -> None:
         daemon = Daemon(config, environment={})
-        with pytest.raises(ConfigError, match="quota_bytes"):
+        with pytest.raises(ConfigError, match="quota_objects = 1: expected 0 for tenant default"):
             await daemon.start()
         await daemon.stop()
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import signal
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from hicache.daemon.config import DaemonConfig
+from hicache.daemon.reload import resize_when_asked
 from hicache.outcome import Outcome
 from tests.daemon.client import Client, object_key, payload_of
+from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.rig import DaemonProcess, wait_until
 
 MIB = 1 << 20
@@ -47,3 +51,26 @@ def test_a_changed_capacity_is_taken_at_sighup_and_a_wrong_one_is_not(start: Sta
         assert "expected" in daemon.log
         resize("1000000TiB" if backend == "file" else "100TiB", 12)
     assert daemon.process.poll() is None
+
+
+def test_a_signal_that_ends_in_a_mistake_leaves_the_next_one_heard(daemon: ThreadedDaemon) -> None:
+    tries = 0
+
+    def reread() -> DaemonConfig:
+        nonlocal tries
+        tries += 1
+        if tries == 1:
+            raise RuntimeError("nobody thought of this")
+        return DaemonConfig(capacity_bytes=96 * MIB)
+
+    async def signal_until_it_is_done() -> None:
+        asked = asyncio.Event()
+        resizing = asyncio.create_task(resize_when_asked(asked, reread=reread, store=daemon.store))
+        while daemon.store.usage().capacity_bytes != 96 * MIB:
+            asked.set()
+            await asyncio.wait({resizing}, timeout=0.01)
+            assert not resizing.done()
+        resizing.cancel()
+        await asyncio.gather(resizing, return_exceptions=True)
+
+    asyncio.run(signal_until_it_is_done())
