@@ -18,7 +18,6 @@ from hicache.backends.open import open_store as open_backend_store
 from hicache.backends.shared_store import SharedStore
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.daemon.acceptor import BACKLOG
-from hicache.daemon.budget import InflightBudgets
 from hicache.daemon.bulk_calls import BulkCalls
 from hicache.daemon.bulk_socket import BulkSocket
 from hicache.daemon.config import DaemonConfig
@@ -40,13 +39,13 @@ from hicache.daemon.readings import (
     tenant_readings,
     thread_readings,
 )
-from hicache.daemon.region_budget import RegionBudget
 from hicache.daemon.reload import resize_when_asked
 from hicache.daemon.service import HiCachedService
 from hicache.daemon.sessions import Sessions
 from hicache.daemon.settings import HostPort
 from hicache.daemon.socket_lock import SocketLock, listen_tcp, listen_unix
 from hicache.daemon.storage import STUCK_S, Storage, Store
+from hicache.daemon.tenant_bounds import inflight_budgets, region_budget, share_of, store_limits
 from hicache.daemon.tenants import Tenants
 from hicache.daemon.transfers import Transfers
 from hicache.daemon.upkeep import Upkeep
@@ -116,7 +115,7 @@ class Daemon:
         """Returns once clients are served. Raises ConfigError, StorageInUse or BackendError."""
         config = self._config
         tenants = Tenants.load(config.tenants_file, defaults=config.tenant_defaults)
-        limits = _store_limits(config, tenants)
+        limits = store_limits(config, tenants)
         lock = SocketLock(config.lock_file, config.socket)
         self._stages.callback(lock.release)
         if config.ready_file:
@@ -265,10 +264,10 @@ class Daemon:
         }
         sessions = Sessions(
             sessions_max=config.sessions_max,
-            tenant_sessions_max=config.tenant_sessions_max or _share(config.sessions_max, tenants),
-            budgets=_inflight_budgets(config, tenants),
+            tenant_sessions_max=config.tenant_sessions_max or share_of(config.sessions_max, tenants),
+            budgets=inflight_budgets(config, tenants),
             rates=rates,
-            region_budget=_region_budget(config, tenants),
+            region_budget=region_budget(config, tenants),
             release_leases=release_leases,
         )
         self.metrics.registry.register(Readings(session_readings(sessions)))
@@ -349,42 +348,6 @@ async def serve(
 
 def _close_opened(job: Job[OpenedStore]) -> None:
     job.future.result().store.close()
-
-
-def _share(whole: int, tenants: Tenants) -> int:
-    """What one tenant may take of something, unless a setting says otherwise: where there are others, half."""
-    return whole if tenants.count == 1 else max(1, whole // 2)
-
-
-def _inflight_budgets(config: DaemonConfig, tenants: Tenants) -> InflightBudgets:
-    return InflightBudgets(
-        total_bytes=config.inflight_bytes_max,
-        tenant_bytes=max(_share(config.inflight_bytes_max, tenants), config.object_bytes_max),
-        session_bytes=config.session_inflight_bytes_max,
-    )
-
-
-def _store_limits(config: DaemonConfig, tenants: Tenants) -> StoreLimits:
-    """Raises ConfigError for limits that the backend cannot see to."""
-    for tenant, settings in tenants.settings.items():
-        name = settings.first_that_needs_index
-        if config.is_shared and name:
-            shared = "file_shared = true" if config.file_shared else f"backend = {config.backend!r}"
-            expected = f"0 for tenant {tenant.name} with {shared}, where others decide, too, what is kept"
-            raise ConfigError(name, getattr(settings, name), expected)
-    return StoreLimits(
-        default=config.tenant_defaults.of_store,
-        by_tenant={tenant.digest: settings.of_store for tenant, settings in tenants.settings.items()},
-        pin_share=config.pin_share,
-    )
-
-
-def _region_budget(config: DaemonConfig, tenants: Tenants) -> RegionBudget:
-    regions_bytes_max = config.regions_bytes_max or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return RegionBudget(
-        regions_bytes_max=regions_bytes_max,
-        tenant_regions_bytes_max=config.tenant_regions_bytes_max or _share(regions_bytes_max, tenants),
-    )
 
 
 def _release_all(store: Store, lease_ids: Sequence[int]) -> None:
