@@ -10,12 +10,13 @@ from typing import Never
 
 import structlog
 
-from hicache.daemon.batches import Batch, check_key_count, read_bulk
+from hicache.daemon.batches import Batch, check_key_count, read_bulk, read_region
 from hicache.daemon.bulk_connection import BulkConnection, ConnectionOver
 from hicache.daemon.calls import deadline_after
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.metrics import Metrics
 from hicache.daemon.refusals import Refusal
+from hicache.daemon.region_transfer import RegionTransfer
 from hicache.daemon.sessions import Session, Sessions
 from hicache.daemon.staging import Staging
 from hicache.daemon.streams import StreamReceiver, StreamSender
@@ -23,18 +24,24 @@ from hicache.daemon.transfers import Transfers
 from hicache.outcome import Outcome
 from hicache.wire.bulk import (
     BULK_ACCEPTED,
+    BULK_NUMBER_BYTES,
     BULK_REASON,
     BULK_REFUSED,
+    BULK_REGION,
     BULK_REQUEST,
-    BULK_SIZE_BYTES,
     BulkKind,
-    unpack_sizes,
+    unpack_numbers,
 )
 from hicache.wire.protocol import KEY_BYTES_MAX, RefusalCode, split_keys
 from hicache.workers import QueueFull
 
 IDLE_STAGING_SHARE = 8  # one part in so many of inflight_bytes_max is kept as staging memory while nobody uses it
-METHODS = {BulkKind.GET: "GetStream", BulkKind.PUT: "PutStream"}
+METHODS = {
+    BulkKind.GET: "GetStream",
+    BulkKind.PUT: "PutStream",
+    BulkKind.LOAD: "Get",
+    BulkKind.STORE: "Put",
+}
 
 log = structlog.get_logger("hicache.daemon.bulk")
 
@@ -98,18 +105,47 @@ class BulkCalls:
         check_key_count(request.key_count, self._config)
         deadline_s = deadline_after(request.timeout_ms / 1000 or None, self._config.call_timeout_s_max)
         connection.set_deadline(deadline_s)
-        keys = connection.receive_bytes(request.key_count * request.key_bytes)
-        sizes = unpack_sizes(connection.receive_bytes(request.key_count * BULK_SIZE_BYTES))
+        packed = connection.receive_bytes(request.key_count * request.key_bytes)
+        keys = split_keys(packed, request.key_bytes)
+        sizes = _receive_numbers(connection, request)
+        if request.kind in (BulkKind.LOAD, BulkKind.STORE):
+            batch = self._move(request, keys, sizes, connection, session, deadline_s=deadline_s)
+        else:
+            self._admit(session)
+            batch = read_bulk(keys, sizes, session, self._config)
+            move = self._get if request.kind is BulkKind.GET else self._put
+            move(batch, connection, session, deadline_s=deadline_s)
+        self._count(METHODS[request.kind], session, batch, sizes)
+        if request.kind is not BulkKind.GET:
+            connection.send([BULK_ACCEPTED + bytes(batch.outcomes)])
+
+    def _admit(self, session: Session) -> None:
+        """Raises Refusal(SHUTTING_DOWN or RATE_LIMITED)."""
         self._sessions.check_open()
         session.rates.admit_call()
-        batch = read_bulk(split_keys(keys, request.key_bytes), sizes, session, self._config)
-        if request.kind is BulkKind.GET:
-            self._get(batch, connection, session, deadline_s=deadline_s)
-            self._count("GetStream", session, batch, sizes)
+
+    def _move(
+        self,
+        request: _Request,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        connection: BulkConnection,
+        session: Session,
+        *,
+        deadline_s: float,
+    ) -> Batch:
+        """Registered memory: DEADLINE for an item means that its bytes may still be touched."""
+        offsets = _receive_numbers(connection, request)
+        [region_id] = BULK_REGION.unpack(connection.receive_bytes(BULK_REGION.size))
+        self._admit(session)
+        region = session.region(region_id)
+        batch = read_region(keys, offsets, sizes, session, region.size_bytes, self._config)
+        transfer = RegionTransfer(self._transfers, session, region, connection, deadline_s=deadline_s)
+        if request.kind is BulkKind.LOAD:
+            transfer.load(batch)
         else:
-            self._put(batch, connection, session, deadline_s=deadline_s)
-            self._count("PutStream", session, batch, sizes)
-            connection.send([BULK_ACCEPTED + bytes(batch.outcomes)])
+            transfer.store(batch)
+        return batch
 
     def _get(self, batch: Batch, connection: BulkConnection, session: Session, *, deadline_s: float) -> None:
         connection.send([BULK_ACCEPTED])
@@ -156,6 +192,10 @@ def refused(refusal: Refusal) -> bytes:
     """The status that says so, with its reason."""
     text = str(refusal).encode()[:65_535]
     return BULK_REFUSED + BULK_REASON.pack(len(text)) + text
+
+
+def _receive_numbers(connection: BulkConnection, request: _Request) -> tuple[int, ...]:
+    return unpack_numbers(connection.receive_bytes(request.key_count * BULK_NUMBER_BYTES))
 
 
 def _read_header(header: bytes) -> _Request:
