@@ -53,6 +53,27 @@ class _Request:
     key_count: int
     timeout_ms: int
 
+    @property
+    def is_about_region(self) -> bool:
+        """Whether it names registered memory."""
+        return self.kind in (BulkKind.LOAD, BulkKind.STORE)
+
+    @property
+    def sizes_at(self) -> int:
+        """Where the sizes begin behind the header: [keys, sizes) and then, about a region, [offsets, its id)."""
+        return self.key_count * self.key_bytes
+
+    @property
+    def numbers_bytes(self) -> int:
+        """What the sizes take, and the offsets."""
+        return self.key_count * BULK_NUMBER_BYTES
+
+    @property
+    def body_bytes(self) -> int:
+        """What comes behind the header."""
+        region_bytes = self.numbers_bytes + BULK_REGION.size if self.is_about_region else 0
+        return self.sizes_at + self.numbers_bytes + region_bytes
+
 
 class BulkCalls:
     """What the threads of all connections share. Thread-safe."""
@@ -105,13 +126,15 @@ class BulkCalls:
         check_key_count(request.key_count, self._config)
         deadline_s = deadline_after(request.timeout_ms / 1000 or None, self._config.call_timeout_s_max)
         connection.set_deadline(deadline_s)
-        packed = connection.receive_bytes(request.key_count * request.key_bytes)
-        keys = split_keys(packed, request.key_bytes)
-        sizes = _receive_numbers(connection, request)
-        if request.kind in (BulkKind.LOAD, BulkKind.STORE):
-            batch = self._move(request, keys, sizes, connection, session, deadline_s=deadline_s)
+        packed = connection.receive_bytes(request.body_bytes)
+        keys = split_keys(packed[: request.sizes_at], request.key_bytes)
+        sizes = unpack_numbers(packed[request.sizes_at : request.sizes_at + request.numbers_bytes])
+        self._sessions.check_open()
+        session.rates.admit_call()
+        if request.is_about_region:
+            where = packed[request.sizes_at + request.numbers_bytes :]
+            batch = self._move(request, keys, sizes, where, connection, session, deadline_s=deadline_s)
         else:
-            self._admit(session)
             batch = read_bulk(keys, sizes, session, self._config)
             move = self._get if request.kind is BulkKind.GET else self._put
             move(batch, connection, session, deadline_s=deadline_s)
@@ -119,25 +142,23 @@ class BulkCalls:
         if request.kind is not BulkKind.GET:
             connection.send([BULK_ACCEPTED + bytes(batch.outcomes)])
 
-    def _admit(self, session: Session) -> None:
-        """Raises Refusal(SHUTTING_DOWN or RATE_LIMITED)."""
-        self._sessions.check_open()
-        session.rates.admit_call()
-
     def _move(
         self,
         request: _Request,
         keys: Sequence[bytes],
         sizes: Sequence[int],
+        where: bytes,
         connection: BulkConnection,
         session: Session,
         *,
         deadline_s: float,
     ) -> Batch:
-        """Registered memory: DEADLINE for an item means that its bytes may still be touched."""
-        offsets = _receive_numbers(connection, request)
-        [region_id] = BULK_REGION.unpack(connection.receive_bytes(BULK_REGION.size))
-        self._admit(session)
+        """Registered memory: DEADLINE for an item means that its bytes may still be touched.
+
+        ``where``: the offsets and the region, packed.
+        """
+        offsets = unpack_numbers(where[: request.numbers_bytes])
+        [region_id] = BULK_REGION.unpack(where[request.numbers_bytes :])
         region = session.region(region_id)
         batch = read_region(keys, offsets, sizes, session, region.size_bytes, self._config)
         transfer = RegionTransfer(self._transfers, session, region, connection, deadline_s=deadline_s)
@@ -192,10 +213,6 @@ def refused(refusal: Refusal) -> bytes:
     """The status that says so, with its reason."""
     text = str(refusal).encode()[:65_535]
     return BULK_REFUSED + BULK_REASON.pack(len(text)) + text
-
-
-def _receive_numbers(connection: BulkConnection, request: _Request) -> tuple[int, ...]:
-    return unpack_numbers(connection.receive_bytes(request.key_count * BULK_NUMBER_BYTES))
 
 
 def _read_header(header: bytes) -> _Request:

@@ -14,7 +14,7 @@ from hicache.daemon.budget import Granted
 from hicache.daemon.bulk_connection import BulkConnection
 from hicache.daemon.memory import Region
 from hicache.daemon.sessions import Session
-from hicache.daemon.transfers import Extent, Transfers, split_chunks
+from hicache.daemon.transfers import Extent, Transfers
 from hicache.notices import Notices
 from hicache.outcome import Outcome
 from hicache.workers import Job, QueueFull
@@ -41,18 +41,17 @@ class RegionTransfer:
 
     def load(self, batch: Batch) -> None:
         """Backend -> region. Fills in the outcome of each extent; see ``_run``."""
-        self._run(batch, self._read, chunk_bytes_max=self._transfers.read_chunk_bytes_max)
+        self._run(batch, self._transfers.chunks_to_read(batch.extents), self._read)
 
     def store(self, batch: Batch) -> None:
         """Region -> backend. Fills in the outcome of each extent; see ``_run``."""
-        self._run(batch, self._write, chunk_bytes_max=self._transfers.write_chunk_bytes_max)
+        self._run(batch, self._transfers.chunks_to_write(batch.extents), self._write)
 
-    def _run(self, batch: Batch, work: Work, *, chunk_bytes_max: int) -> None:
+    def _run(self, batch: Batch, chunks: deque[list[Extent]], work: Work) -> None:
         """Works through the chunks. At the deadline every item without a result is DEADLINE, and chunks that no thread
         has started are taken back; running ones go on, and hold the region until they end. A region that is detached
         meanwhile leaves CANCELLED, a full queue REFUSED. Raises ConnectionOver.
         """
-        chunks = split_chunks(batch.extents, bytes_max=chunk_bytes_max)
         _fill(batch, batch.extents, Outcome.DEADLINE)
         try:
             while chunks or self._running:
