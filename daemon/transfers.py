@@ -15,8 +15,8 @@ from hicache.notices import Notices
 from hicache.outcome import Outcome
 from hicache.workers import Job
 
-# A chunk is the unit that a thread works on and that a deadline can cut a batch at. A batch to read is one chunk for each
-# thread that can run at a time, since more cost more than they share out; to write, each is one commit of the backend.
+# A chunk is the unit that a thread works on and that a deadline can cut a batch at. A batch to read is one chunk for
+# each thread that can run at a time, since more cost more than they share out; to write, each is one commit.
 READ_CHUNK_BYTES_MIN = 4 * 1024 * 1024
 READ_CHUNK_BYTES_MAX = 16 * 1024 * 1024
 WRITE_CHUNK_BYTES_MAX = 32 * 1024 * 1024
