@@ -10,10 +10,8 @@ from hicache.daemon.config import DaemonConfig
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session
 from hicache.daemon.transfers import Extent
-from hicache.daemon.turns import SLICE_KEYS, Steps
 from hicache.outcome import Outcome
-from hicache.wire import hicached_pb2 as pb
-from hicache.wire.protocol import RefusalCode, count_keys, split_keys
+from hicache.wire.protocol import RefusalCode, count_keys
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,21 +29,11 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class PackedKeys:
-    """The checked keys of a request, as they came: they are split a slice at a time."""
+    """The checked keys of a request, as they came."""
 
     packed: bytes
     key_bytes: int
     count: int
-
-    @property
-    def slice_starts(self) -> range:
-        """Where slices begin."""
-        return range(0, self.count, SLICE_KEYS)
-
-    def physical(self, start: int, session: Session) -> list[bytes]:
-        """The physical keys of ``[start, start + SLICE_KEYS)``."""
-        part = self.packed[start * self.key_bytes : (start + SLICE_KEYS) * self.key_bytes]
-        return [session.physical_key(key) for key in split_keys(part, self.key_bytes)]
 
 
 def physical_keys(keys: PackedKeys, session: Session) -> Sequence[bytes]:
@@ -71,51 +59,33 @@ def check_key_count(count: int, config: DaemonConfig) -> None:
         raise Refusal(RefusalCode.BATCH_TOO_LARGE, f"{count} keys: batch_keys_max is {config.batch_keys_max}")
 
 
-def read_transfer(
-    request: pb.TransferRequest, keys: PackedKeys, session: Session, region_bytes: int, config: DaemonConfig
-) -> Steps[Batch]:
-    """The extents of a Get or Put, each inside ``[0, region_bytes)``. Raises Refusal(MALFORMED, BATCH_TOO_LARGE
-    or RATE_LIMITED).
+def read_region(
+    keys: Sequence[bytes],
+    offsets: Sequence[int],
+    sizes: Sequence[int],
+    session: Session,
+    region_bytes: int,
+    config: DaemonConfig,
+) -> Batch:
+    """The extents of a call about registered memory, each inside ``[0, region_bytes)``; as many keys, offsets and
+    sizes. Raises Refusal(BATCH_TOO_LARGE or RATE_LIMITED).
 
     Integers are Python's: an offset and a size that would wrap around 64 bits simply end outside the region.
     """
-    if not keys.count == len(request.offsets) == len(request.sizes):
-        numbers = f"{keys.count} keys, {len(request.offsets)} offsets and {len(request.sizes)} sizes"
-        raise Refusal(RefusalCode.MALFORMED, f"{numbers}: expected as many")
-    batch = Batch([], [Outcome.OK] * keys.count)
-    for start in keys.slice_starts:
-        if start:
-            yield
-        offsets, sizes = (numbers[start : start + SLICE_KEYS] for numbers in (request.offsets, request.sizes))
-        _read_slice(batch, start, keys.physical(start, session), offsets, sizes, region_bytes, config)
+    batch = Batch([], [Outcome.OK] * len(keys))
+    for index, (key, offset, size_bytes) in enumerate(zip(keys, offsets, sizes, strict=True)):
+        problem = check_size(size_bytes, config) or check_range(offset, size_bytes, region_bytes)
+        if problem is not None:
+            batch.outcomes[index] = problem
+        else:
+            batch.extents.append(Extent(index, session.physical_key(key), offset, size_bytes))
     _check_total(batch, session, config)
     return batch
 
 
 def read_bulk(keys: Sequence[bytes], sizes: Sequence[int], session: Session, config: DaemonConfig) -> Batch:
-    """The objects of a call on the bulk socket; offsets mean nothing. Raises as ``read_transfer``."""
-    batch = Batch([], [Outcome.OK] * len(keys))
-    physical = [session.physical_key(key) for key in keys]
-    _read_slice(batch, 0, physical, [0] * len(keys), sizes, config.object_bytes_max, config)
-    _check_total(batch, session, config)
-    return batch
-
-
-def _read_slice(
-    batch: Batch,
-    start: int,
-    keys: Sequence[bytes],
-    offsets: Sequence[int],
-    sizes: Sequence[int],
-    region_bytes: int,
-    config: DaemonConfig,
-) -> None:
-    for index, (key, offset, size_bytes) in enumerate(zip(keys, offsets, sizes, strict=True), start=start):
-        problem = check_size(size_bytes, config) or check_range(offset, size_bytes, region_bytes)
-        if problem is not None:
-            batch.outcomes[index] = problem
-        else:
-            batch.extents.append(Extent(index, key, offset, size_bytes))
+    """The objects of a call that moves bytes over its connection; offsets mean nothing. Raises as ``read_region``."""
+    return read_region(keys, [0] * len(keys), sizes, session, config.object_bytes_max, config)
 
 
 def _check_total(batch: Batch, session: Session, config: DaemonConfig) -> None:

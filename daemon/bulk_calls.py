@@ -10,12 +10,13 @@ from typing import Never
 
 import structlog
 
-from hicache.daemon.batches import Batch, check_key_count, read_bulk
+from hicache.daemon.batches import Batch, check_key_count, read_bulk, read_region
 from hicache.daemon.bulk_connection import BulkConnection, ConnectionOver
 from hicache.daemon.calls import deadline_after
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.metrics import Metrics
 from hicache.daemon.refusals import Refusal
+from hicache.daemon.region_transfer import RegionTransfer
 from hicache.daemon.sessions import Session, Sessions
 from hicache.daemon.staging import Staging
 from hicache.daemon.streams import StreamReceiver, StreamSender
@@ -23,18 +24,24 @@ from hicache.daemon.transfers import Transfers
 from hicache.outcome import Outcome
 from hicache.wire.bulk import (
     BULK_ACCEPTED,
+    BULK_NUMBER_BYTES,
     BULK_REASON,
     BULK_REFUSED,
+    BULK_REGION,
     BULK_REQUEST,
-    BULK_SIZE_BYTES,
     BulkKind,
-    unpack_sizes,
+    unpack_numbers,
 )
 from hicache.wire.protocol import KEY_BYTES_MAX, RefusalCode, split_keys
 from hicache.workers import QueueFull
 
 IDLE_STAGING_SHARE = 8  # one part in so many of inflight_bytes_max is kept as staging memory while nobody uses it
-METHODS = {BulkKind.GET: "GetStream", BulkKind.PUT: "PutStream"}
+METHODS = {
+    BulkKind.GET: "GetStream",
+    BulkKind.PUT: "PutStream",
+    BulkKind.LOAD: "Get",
+    BulkKind.STORE: "Put",
+}
 
 log = structlog.get_logger("hicache.daemon.bulk")
 
@@ -45,6 +52,27 @@ class _Request:
     key_bytes: int
     key_count: int
     timeout_ms: int
+
+    @property
+    def is_about_region(self) -> bool:
+        """Whether it names registered memory."""
+        return self.kind in (BulkKind.LOAD, BulkKind.STORE)
+
+    @property
+    def sizes_at(self) -> int:
+        """Where the sizes begin behind the header: [keys, sizes) and then, about a region, [offsets, its id)."""
+        return self.key_count * self.key_bytes
+
+    @property
+    def numbers_bytes(self) -> int:
+        """What the sizes take, and the offsets."""
+        return self.key_count * BULK_NUMBER_BYTES
+
+    @property
+    def body_bytes(self) -> int:
+        """What comes behind the header."""
+        region_bytes = self.numbers_bytes + BULK_REGION.size if self.is_about_region else 0
+        return self.sizes_at + self.numbers_bytes + region_bytes
 
 
 class BulkCalls:
@@ -98,18 +126,47 @@ class BulkCalls:
         check_key_count(request.key_count, self._config)
         deadline_s = deadline_after(request.timeout_ms / 1000 or None, self._config.call_timeout_s_max)
         connection.set_deadline(deadline_s)
-        keys = connection.receive_bytes(request.key_count * request.key_bytes)
-        sizes = unpack_sizes(connection.receive_bytes(request.key_count * BULK_SIZE_BYTES))
+        packed = connection.receive_bytes(request.body_bytes)
+        keys = split_keys(packed[: request.sizes_at], request.key_bytes)
+        sizes = unpack_numbers(packed[request.sizes_at : request.sizes_at + request.numbers_bytes])
         self._sessions.check_open()
         session.rates.admit_call()
-        batch = read_bulk(split_keys(keys, request.key_bytes), sizes, session, self._config)
-        if request.kind is BulkKind.GET:
-            self._get(batch, connection, session, deadline_s=deadline_s)
-            self._count("GetStream", session, batch, sizes)
+        if request.is_about_region:
+            where = packed[request.sizes_at + request.numbers_bytes :]
+            batch = self._move(request, keys, sizes, where, connection, session, deadline_s=deadline_s)
         else:
-            self._put(batch, connection, session, deadline_s=deadline_s)
-            self._count("PutStream", session, batch, sizes)
+            batch = read_bulk(keys, sizes, session, self._config)
+            move = self._get if request.kind is BulkKind.GET else self._put
+            move(batch, connection, session, deadline_s=deadline_s)
+        self._count(METHODS[request.kind], session, batch, sizes)
+        if request.kind is not BulkKind.GET:
             connection.send([BULK_ACCEPTED + bytes(batch.outcomes)])
+
+    def _move(
+        self,
+        request: _Request,
+        keys: Sequence[bytes],
+        sizes: Sequence[int],
+        where: bytes,
+        connection: BulkConnection,
+        session: Session,
+        *,
+        deadline_s: float,
+    ) -> Batch:
+        """Registered memory: DEADLINE for an item means that its bytes may still be touched.
+
+        ``where``: the offsets and the region, packed.
+        """
+        offsets = unpack_numbers(where[: request.numbers_bytes])
+        [region_id] = BULK_REGION.unpack(where[request.numbers_bytes :])
+        region = session.region(region_id)
+        batch = read_region(keys, offsets, sizes, session, region.size_bytes, self._config)
+        transfer = RegionTransfer(self._transfers, session, region, connection, deadline_s=deadline_s)
+        if request.kind is BulkKind.LOAD:
+            transfer.load(batch)
+        else:
+            transfer.store(batch)
+        return batch
 
     def _get(self, batch: Batch, connection: BulkConnection, session: Session, *, deadline_s: float) -> None:
         connection.send([BULK_ACCEPTED])

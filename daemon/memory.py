@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import fcntl
 import mmap
 import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -27,7 +29,8 @@ class RegionRefused(Exception):
 
 
 class Region:
-    """One mapped memfd. Event loop only, but for slices of ``view``, which storage threads make and release.
+    """One mapped memfd. Made and detached in the event loop; ``hold``, ``release`` and slices of ``view`` are for any
+    thread.
 
     Closing rule: ``detach`` refuses new transfers at once; the mapping goes, and ``gone`` is set, only when the last
     transfer that holds the region has ended.
@@ -41,26 +44,33 @@ class Region:
         self.gone = asyncio.Event()
         self._mapping = mapping
         self._unmap = unmap
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()  # between ``hold`` and ``detach``
         self._holds = 0
 
     def hold(self) -> bool:
         """Keeps the mapping until ``release``. False when the region is being detached: do not touch it."""
-        if self.detaching.is_set():
-            return False
-        self._holds += 1
-        return True
+        with self._lock:
+            if self.detaching.is_set():
+                return False
+            self._holds += 1
+            return True
 
     def release(self) -> None:
         """Ends one hold."""
-        assert self._holds > 0
-        self._holds -= 1
-        self._finish_if_unheld()
+        with self._lock:
+            assert self._holds > 0
+            self._holds -= 1
+            is_last = self._holds == 0 and self.detaching.is_set()
+        if is_last:
+            with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends, and its mappings with it
+                self._loop.call_soon_threadsafe(self._finish_if_unheld)
 
     def detach(self) -> None:
         """No new transfers from now on; unmapped when the running ones have ended. Idempotent."""
-        if not self.detaching.is_set():
+        with self._lock:
             self.detaching.set()
-            self._finish_if_unheld()
+        self._finish_if_unheld()
 
     def _finish_if_unheld(self) -> None:
         if self.detaching.is_set() and self._holds == 0 and not self.gone.is_set():

@@ -135,7 +135,6 @@ class Daemon:
             control=Control(
                 storage, sessions, self.metrics, lease_ms_max=config.lease_ms_max, pin_s_max=config.pin_s_max
             ),
-            transfers=transfers,
             watches=Watches(storage, step_timeout_s=config.call_timeout_s_max),
             metrics=self.metrics,
         )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 import grpc
 
-from hicache.daemon.batches import Batch, PackedKeys, physical_keys, read_keys, read_transfer
+from hicache.daemon.batches import PackedKeys, physical_keys, read_keys
 from hicache.daemon.calls import CallContext, Calls
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.control import Control, Space
@@ -18,10 +18,8 @@ from hicache.daemon.metrics import Metrics
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session as OpenSession
 from hicache.daemon.sessions import Sessions
-from hicache.daemon.transfers import Transfers
 from hicache.daemon.turns import Turns
 from hicache.daemon.watch import Watches
-from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.protocol import RefusalCode
 
@@ -38,7 +36,6 @@ class HiCachedService:
         hellos: Hellos,
         sessions: Sessions,
         control: Control,
-        transfers: Transfers,
         watches: Watches,
         metrics: Metrics,
     ) -> None:
@@ -46,7 +43,6 @@ class HiCachedService:
         self._hellos = hellos
         self._sessions = sessions
         self._control = control
-        self._transfers = transfers
         self._watches = watches
         self._metrics = metrics
         self._calls = Calls(metrics, call_timeout_s_max=config.call_timeout_s_max)
@@ -79,29 +75,13 @@ class HiCachedService:
             self._metrics.count_items("Lookup", outcomes)
             return pb.LookupReply(outcomes=bytes(outcomes), lease_id=lease_id)
 
-    async def Get(self, request: pb.TransferRequest, context: CallContext) -> pb.TransferReply:
-        """Backend -> registered memory. DEADLINE for an item means that its bytes may still be written to."""
-        async with self._session_call("Get", request.session_secret, context) as (session, deadline):
-            region = session.region(request.region_id)
-            batch = await self._transfer(request, session, region.size_bytes, deadline=deadline)
-            await self._transfers.get(session, region, batch.extents, batch.outcomes, deadline=deadline)
-            return self._moved("Get", session, batch.outcomes, request.sizes, counted_bytes=batch.total_bytes)
-
-    async def Put(self, request: pb.TransferRequest, context: CallContext) -> pb.TransferReply:
-        """Registered memory -> backend. DEADLINE for an item means that its bytes may still be read."""
-        async with self._session_call("Put", request.session_secret, context) as (session, deadline):
-            region = session.region(request.region_id)
-            batch = await self._transfer(request, session, region.size_bytes, deadline=deadline)
-            await self._transfers.put(session, region, batch.extents, batch.outcomes, deadline=deadline)
-            return self._moved("Put", session, batch.outcomes, request.sizes, counted_bytes=batch.total_bytes)
-
-    async def Delete(self, request: pb.KeysRequest, context: CallContext) -> pb.TransferReply:
+    async def Delete(self, request: pb.KeysRequest, context: CallContext) -> pb.OutcomesReply:
         """Drops objects of the session's tenant."""
         async with self._session_call("Delete", request.session_secret, context) as (session, deadline):
             physical = physical_keys(self._keys(request), session)
             outcomes = await self._control.delete(physical, deadline=deadline)
             self._metrics.count_items("Delete", outcomes)
-            return pb.TransferReply(outcomes=bytes(outcomes))
+            return pb.OutcomesReply(outcomes=bytes(outcomes))
 
     async def Lease(self, request: pb.LeaseRequest, context: CallContext) -> pb.LeaseReply:
         """Renews or releases a lease. Another session's lease is answered like one that has expired."""
@@ -111,13 +91,13 @@ class HiCachedService:
             )
             return pb.LeaseReply(held=held)
 
-    async def Pin(self, request: pb.PinRequest, context: CallContext) -> pb.TransferReply:
+    async def Pin(self, request: pb.PinRequest, context: CallContext) -> pb.OutcomesReply:
         """Keeps objects of the session's tenant for a time, also when the session ends; or ends that."""
         async with self._session_call("Pin", request.session_secret, context) as (session, deadline):
             physical = physical_keys(self._keys(request), session)
             outcomes = await self._control.pin(physical, pin_ms=request.pin_ms, deadline=deadline)
             self._metrics.count_items("Pin", outcomes)
-            return pb.TransferReply(outcomes=bytes(outcomes))
+            return pb.OutcomesReply(outcomes=bytes(outcomes))
 
     async def Watch(self, request: pb.WatchRequest, context: CallContext) -> None:
         """What comes and goes of the session's tenant, until the session or the call ends."""
@@ -175,28 +155,5 @@ class HiCachedService:
         if reading.done() and reading.result() is not grpc.aio.EOF:
             raise Refusal(RefusalCode.MALFORMED, "a session has one hello")
 
-    def _keys(self, request: pb.LookupRequest | pb.KeysRequest | pb.TransferRequest | pb.PinRequest) -> PackedKeys:
+    def _keys(self, request: pb.LookupRequest | pb.KeysRequest | pb.PinRequest) -> PackedKeys:
         return read_keys(request.keys, request.key_bytes, self._config)
-
-    async def _transfer(
-        self, request: pb.TransferRequest, session: OpenSession, region_bytes: int, *, deadline: float
-    ) -> Batch:
-        keys = self._keys(request)
-        async with self._turns.one_of(session, keys.count, deadline=deadline):
-            return await self._turns.take(read_transfer(request, keys, session, region_bytes, self._config))
-
-    def _moved(
-        self,
-        method: str,
-        session: OpenSession,
-        outcomes: Sequence[Outcome],
-        sizes: Sequence[int],
-        *,
-        counted_bytes: int,
-    ) -> pb.TransferReply:
-        """Counts what a transfer did, and answers it. What did not move costs the tenant nothing of its rate."""
-        moved_bytes = sum(size for outcome, size in zip(outcomes, sizes, strict=True) if outcome is Outcome.OK)
-        session.rates.give_back_bytes(counted_bytes - moved_bytes)
-        self._metrics.transferred.labels(method=method).inc(moved_bytes)
-        self._metrics.count_items(method, outcomes)
-        return pb.TransferReply(outcomes=bytes(outcomes))

@@ -1,30 +1,26 @@
-"""Moves batches between the store and memory, in chunks, within byte budgets, and never past a deadline."""
+"""Work for the storage threads: batches of objects, cut into chunks."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import logging
+import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from hicache.backends.base import GetItem, PutItem
-from hicache.daemon.memory import Region
 from hicache.daemon.metrics import Metrics
-from hicache.daemon.sessions import Session
 from hicache.daemon.storage import Storage
 from hicache.notices import Notices
 from hicache.outcome import Outcome
-from hicache.workers import Job, QueueFull
+from hicache.workers import Job
 
-# A chunk is the unit that a thread works on and that a deadline can cut a batch at. Reads are small, so that several
-# threads share a batch; writes are large, because each is one commit of the backend.
-READ_CHUNK_BYTES_MAX = 8 * 1024 * 1024
+# A chunk is the unit that a thread works on and that a deadline can cut a batch at. A batch to read is one chunk for
+# each thread that can run at a time, since more cost more than they share out; to write, each is one commit.
+READ_CHUNK_BYTES_MIN = 4 * 1024 * 1024
+READ_CHUNK_BYTES_MAX = 16 * 1024 * 1024
 WRITE_CHUNK_BYTES_MAX = 32 * 1024 * 1024
 CHUNK_ITEMS_MAX = 256
-CHUNKS_PER_CALL_MAX = 4  # of one call at a time in the queue, so that other calls get their turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +37,7 @@ Work = Callable[[], list[Outcome]]
 
 
 class Transfers:
-    """Runs the storage work of all sessions. Event loop only where nothing else is said; the work runs in storage
-    threads.
-    """
+    """Has the work of all sessions done by storage threads. Thread-safe."""
 
     def __init__(self, storage: Storage, metrics: Metrics, *, chunk_bytes_ceiling: int) -> None:
         self.store = storage.store
@@ -52,25 +46,21 @@ class Transfers:
         self._notices = Notices(logging.getLogger(__name__))
         self.read_chunk_bytes_max = min(READ_CHUNK_BYTES_MAX, chunk_bytes_ceiling)
         self.write_chunk_bytes_max = min(WRITE_CHUNK_BYTES_MAX, chunk_bytes_ceiling)
+        self._parallel = min(storage.bulk.thread_count, len(os.sched_getaffinity(0)))
 
-    async def get(
-        self, session: Session, region: Region, extents: Sequence[Extent], outcomes: list[Outcome], *, deadline: float
-    ) -> None:
-        """Backend -> region. Fills in the outcome of each extent; see ``_run``."""
-        chunks = split_chunks(extents, bytes_max=self.read_chunk_bytes_max)
-        await self._run(session, region, chunks, outcomes, work=self._read, deadline=deadline)
+    def chunks_to_read(self, extents: Sequence[Extent]) -> deque[list[Extent]]:
+        """The extents in chunks that as many threads as can run at a time read side by side."""
+        share_bytes = -(-sum(extent.size_bytes for extent in extents) // self._parallel)
+        return split_chunks(extents, bytes_max=min(max(share_bytes, READ_CHUNK_BYTES_MIN), self.read_chunk_bytes_max))
 
-    async def put(
-        self, session: Session, region: Region, extents: Sequence[Extent], outcomes: list[Outcome], *, deadline: float
-    ) -> None:
-        """Region -> backend. Fills in the outcome of each extent; see ``_run``."""
-        chunks = split_chunks(extents, bytes_max=self.write_chunk_bytes_max)
-        await self._run(session, region, chunks, outcomes, work=self._write, deadline=deadline)
+    def chunks_to_write(self, extents: Sequence[Extent]) -> deque[list[Extent]]:
+        """The extents in chunks, each of them for one commit."""
+        return split_chunks(extents, bytes_max=self.write_chunk_bytes_max)
 
     def submit(self, work: Work, item_count: int) -> Job[list[Outcome]]:
         """Queues ``work`` for a thread that moves bytes. It never raises: a failure is IO_ERROR for all items.
 
-        Raises QueueFull. Thread-safe.
+        Raises QueueFull.
         """
         return self._storage.bulk.submit(partial(self._safely, work, item_count))
 
@@ -79,69 +69,8 @@ class Transfers:
         return self._storage.control.submit(partial(self._safely, work, item_count))
 
     def withdraw(self, job: Job[list[Outcome]]) -> None:
-        """Takes a job of ``submit`` back if no thread has started it. Thread-safe."""
+        """Takes a job of ``submit`` back if no thread has started it."""
         self._storage.bulk.withdraw(job)
-
-    async def _run(
-        self,
-        session: Session,
-        region: Region,
-        chunks: deque[list[Extent]],
-        outcomes: list[Outcome],
-        *,
-        work: Callable[[Region, Sequence[Extent]], list[Outcome]],
-        deadline: float,
-    ) -> None:
-        """Works through the chunks. At the deadline every item without a result is DEADLINE, and chunks that no thread
-        has started are taken back; running ones go on, and hold the region until they end. A region that is detached
-        meanwhile leaves CANCELLED, a full queue REFUSED.
-        """
-        for chunk in chunks:
-            _fill(outcomes, chunk, Outcome.DEADLINE)
-        running: dict[asyncio.Future[list[Outcome]], tuple[Job[list[Outcome]], list[Extent]]] = {}
-        try:
-            async with asyncio.timeout_at(deadline):
-                while chunks or running:
-                    while chunks and len(running) < CHUNKS_PER_CALL_MAX:
-                        chunk = chunks.popleft()
-                        job = await self._start_chunk(session, region, chunk, work, outcomes, deadline=deadline)
-                        if job is not None:
-                            running[asyncio.wrap_future(job.future)] = (job, chunk)
-                    await _collect(running, outcomes)
-        except TimeoutError:
-            self._notices.warning("deadline", "a transfer of session %d was not done in time", session.session_id)
-        finally:
-            for job, _ in running.values():
-                self.withdraw(job)
-
-    async def _start_chunk(
-        self,
-        session: Session,
-        region: Region,
-        chunk: list[Extent],
-        work: Callable[[Region, Sequence[Extent]], list[Outcome]],
-        outcomes: list[Outcome],
-        *,
-        deadline: float,
-    ) -> Job[list[Outcome]] | None:
-        ticket = await session.budget.acquire(sum(extent.size_bytes for extent in chunk), deadline=deadline)
-        if not region.hold():
-            ticket.drop()
-            _fill(outcomes, chunk, Outcome.CANCELLED)
-            return None
-
-        def let_go() -> None:
-            ticket.drop()
-            region.release()
-
-        try:
-            job = self.submit(partial(work, region, chunk), len(chunk))
-        except QueueFull:
-            let_go()
-            _fill(outcomes, chunk, Outcome.REFUSED)
-            return None
-        _when_done(job, let_go)
-        return job
 
     def _safely(self, work: Work, item_count: int) -> list[Outcome]:
         try:
@@ -152,27 +81,6 @@ class Transfers:
             return [Outcome.IO_ERROR] * item_count
         assert len(outcomes) == item_count
         return outcomes
-
-    def _read(self, region: Region, chunk: Sequence[Extent]) -> list[Outcome]:
-        with _slices(region, chunk) as targets:
-            items = [GetItem(extent.key, target) for extent, target in zip(chunk, targets, strict=True)]
-            return self.store.get_into(items)
-
-    def _write(self, region: Region, chunk: Sequence[Extent]) -> list[Outcome]:
-        with _slices(region, chunk) as sources:
-            items = [PutItem(extent.key, source) for extent, source in zip(chunk, sources, strict=True)]
-            return self.store.put(items)
-
-
-def _when_done(job: Job[list[Outcome]], let_go: Callable[[], None]) -> None:
-    """Calls ``let_go`` in the event loop when no thread touches what the job touches any more."""
-    loop = asyncio.get_running_loop()
-
-    def ended(_: object) -> None:
-        with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends, and its mappings with it
-            loop.call_soon_threadsafe(let_go)
-
-    job.future.add_done_callback(ended)
 
 
 def split_chunks(extents: Iterable[Extent], *, bytes_max: int) -> deque[list[Extent]]:
@@ -186,36 +94,3 @@ def split_chunks(extents: Iterable[Extent], *, bytes_max: int) -> deque[list[Ext
         chunks[-1].append(extent)
         chunk_bytes += extent.size_bytes
     return chunks
-
-
-@contextlib.contextmanager
-def _slices(region: Region, chunk: Sequence[Extent]) -> Iterator[list[memoryview]]:
-    """The bytes of each extent, released at the end of the block so that the region can be unmapped."""
-    views = [region.view[extent.offset : extent.offset + extent.size_bytes] for extent in chunk]
-    try:
-        yield views
-    finally:
-        for view in views:
-            with contextlib.suppress(BufferError):  # still exported somewhere: the region logs it when it goes
-                view.release()
-
-
-async def _collect(
-    running: dict[asyncio.Future[list[Outcome]], tuple[Job[list[Outcome]], list[Extent]]], outcomes: list[Outcome]
-) -> None:
-    """Waits for at least one running chunk, and writes down the results of all that are done."""
-    if not running:
-        return
-    done, _ = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-    for future in done:
-        _, chunk = running.pop(future)
-        if future.cancelled():
-            _fill(outcomes, chunk, Outcome.CANCELLED)
-            continue
-        for extent, outcome in zip(chunk, future.result(), strict=True):
-            outcomes[extent.index] = outcome
-
-
-def _fill(outcomes: list[Outcome], chunk: Iterable[Extent], outcome: Outcome) -> None:
-    for extent in chunk:
-        outcomes[extent.index] = outcome

@@ -38,7 +38,8 @@ class Workers:
     """A fixed number of threads, started with the first job, over one bounded first-in first-out queue.
 
     Differs from ThreadPoolExecutor where a daemon needs it: a withdrawn job leaves the queue at once, the queue has a
-    bound, how long each thread has been busy can be asked, and threads that never come back are not joined at exit.
+    bound, how long each thread has been busy can be asked, and threads that never come back are not joined at exit. Of
+    the idle threads the one that has worked last goes on: a core is warm for it.
     """
 
     def __init__(self, name: str, *, threads: int, queue_max: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -47,7 +48,8 @@ class Workers:
         self._clock = clock
         self._running_since: dict[int, float] = {}
         self._closed = False
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._idle: list[threading.Lock] = []  # of idle threads, what each of them waits for; the latest last
         self.thread_count = threads
         self._name = name
         self._threads: list[threading.Thread] = []
@@ -55,13 +57,14 @@ class Workers:
     def submit(self, work: Callable[[], T]) -> Job[T]:
         """Queues ``work``. Raises QueueFull at the bound, or when closed."""
         job = Job(work, Future[T]())
-        with self._changed:
+        with self._lock:
             if self._closed or len(self._queue) >= self._queue_max:
                 raise QueueFull
             if not self._threads:
                 self._start()
             self._queue.append(job)  # type: ignore[arg-type]  # the queue only runs jobs: their result type is erased
-            self._changed.notify()
+            if self._idle:
+                self._idle.pop().release()
         return job
 
     def _start(self) -> None:
@@ -74,7 +77,7 @@ class Workers:
 
     def withdraw(self, job: Job[T]) -> bool:
         """Takes a job back that no thread has started. False: it is running or done."""
-        with self._changed:
+        with self._lock:
             if job in self._queue:
                 self._queue.remove(job)  # type: ignore[arg-type]  # as above
         return job.future.cancel()
@@ -86,17 +89,19 @@ class Workers:
 
     def busy_for_s(self) -> list[float]:
         """For each thread that runs a job, for how long it has."""
-        with self._changed:
+        with self._lock:
             now = self._clock()
             return [now - since for since in self._running_since.values()]
 
     def close(self, *, timeout_s: float) -> bool:
         """Cancels what is queued and waits for what runs. True when every thread has ended. Idempotent."""
-        with self._changed:
+        with self._lock:
             self._closed = True
             queued = list(self._queue)
             self._queue.clear()
-            self._changed.notify_all()
+            for wake in self._idle:
+                wake.release()
+            self._idle.clear()
         for job in queued:
             job.future.cancel()
         deadline = self._clock() + timeout_s
@@ -105,16 +110,21 @@ class Workers:
         return not any(thread.is_alive() for thread in self._threads)
 
     def _work(self) -> None:
-        while (job := self._next_job()) is not None:
+        wake = threading.Lock()
+        wake.acquire()
+        while (job := self._next_job(wake)) is not None:
             job.run()
             del job  # its results may hold memory of a client
-            with self._changed:
+            with self._lock:
                 del self._running_since[threading.get_ident()]
 
-    def _next_job(self) -> Job[object] | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._closed)
-            if not self._queue:
-                return None
-            self._running_since[threading.get_ident()] = self._clock()
-            return self._queue.popleft()
+    def _next_job(self, wake: threading.Lock) -> Job[object] | None:
+        while True:
+            with self._lock:
+                if self._queue:
+                    self._running_since[threading.get_ident()] = self._clock()
+                    return self._queue.popleft()
+                if self._closed:
+                    return None
+                self._idle.append(wake)
+            wake.acquire()

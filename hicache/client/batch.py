@@ -8,6 +8,10 @@ from itertools import groupby
 from hicache.client.session import SessionLimits
 from hicache.l3 import L3Item
 from hicache.outcome import Outcome
+from hicache.wire.bulk import BULK_REGION, BULK_REQUEST, BulkKind, pack_numbers
+from hicache.wire.protocol import pack_keys
+
+TIMEOUT_MS_MAX = 2**32 - 1
 
 # A number that a newer daemon may know is a failure here, whatever it means.
 _OUTCOMES: tuple[Outcome, ...] = tuple(
@@ -25,6 +29,25 @@ def decode_outcomes(packed: bytes, *, count: int) -> list[Outcome]:
 def decode_outcome(number: int) -> Outcome:
     """The outcome of one frame."""
     return _OUTCOMES[number] if 0 <= number < len(_OUTCOMES) else Outcome.IO_ERROR
+
+
+def timeout_ms_of(left_s: float) -> int:
+    """The time for a call as a request on the bulk socket names it; 0 would be no limit."""
+    return min(max(1, int(left_s * 1000)), TIMEOUT_MS_MAX)
+
+
+def pack_region_request(kind: BulkKind, region_id: int, items: Sequence[L3Item], *, timeout_ms: int) -> bytes:
+    """A request about registered memory, for the bulk socket."""
+    keys, key_bytes = pack_keys([item.key for item in items])
+    return b"".join(
+        (
+            BULK_REQUEST.pack(kind, key_bytes, len(items), timeout_ms),
+            keys,
+            pack_numbers([item.size_bytes for item in items]),
+            pack_numbers([item.offset for item in items]),
+            BULK_REGION.pack(region_id),
+        )
+    )
 
 
 def key_batches(keys: Sequence[bytes], *, batch_keys_max: int) -> Iterator[Sequence[bytes]]:

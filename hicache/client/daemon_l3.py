@@ -13,7 +13,7 @@ from functools import partial
 from hicache.breaker import CircuitBreaker, Permit
 from hicache.client.address import parse_address
 from hicache.client.batch import decode_outcomes, key_batches
-from hicache.client.fault import Fault, FaultKind, call
+from hicache.client.fault import NEVER_SENT, OUT_OF_TIME, Fault, FaultKind, call
 from hicache.client.leases import release_after, renew_for
 from hicache.client.probe import probe_daemon
 from hicache.client.session import Identity, Session, is_session_lost
@@ -303,8 +303,8 @@ class DaemonL3:
             if is_session_lost(fault):
                 self._supervisor.lost(session, fault)
             return
-        if fault.leaves_bytes_alone:
-            return  # it was never sent
+        if fault in (NEVER_SENT, OUT_OF_TIME):
+            return  # that was here
         self._breaker.fail(permit)
         self._supervisor.suspect(session)
         if not self._is_closed:

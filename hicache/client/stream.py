@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hicache.checksum import payload_hasher
-from hicache.client.batch import decode_outcome, decode_outcomes, item_batches
+from hicache.client.batch import decode_outcome, decode_outcomes, item_batches, timeout_ms_of
 from hicache.client.bulk_link import BulkClosed, BulkLink, BulkRefused
 from hicache.client.fault import NEVER_SENT, OUT_OF_TIME, Fault, FaultKind, refusal_fault
 from hicache.client.session import Session
@@ -18,11 +18,9 @@ from hicache.wire.bulk import (
     BULK_PIECE_BYTES,
     BULK_REQUEST,
     BulkKind,
-    pack_sizes,
+    pack_numbers,
 )
 from hicache.wire.protocol import pack_keys
-
-TIMEOUT_MS_MAX = 2**32 - 1
 
 
 class Nonsense(Exception):
@@ -116,9 +114,8 @@ class ObjectStream:
 
     def _request(self, kind: BulkKind) -> None:
         keys, key_bytes = pack_keys([item.key for item in self._items])
-        timeout_ms = min(max(1, int(self._left_s() * 1000)), TIMEOUT_MS_MAX)
-        header = BULK_REQUEST.pack(kind, key_bytes, len(self._items), timeout_ms)
-        sizes = pack_sizes([item.size_bytes for item in self._items])
+        header = BULK_REQUEST.pack(kind, key_bytes, len(self._items), timeout_ms_of(self._left_s()))
+        sizes = pack_numbers([item.size_bytes for item in self._items])
         self._link.send(b"".join((header, keys, sizes)), left_s=self._left_s)
         self._link.receive_status(left_s=self._left_s)
 

@@ -6,14 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from enum import StrEnum
 
-from hicache.client.batch import decode_outcomes, item_batches, unfit_outcome
-from hicache.client.fault import Fault, FaultKind, call
+from hicache.client.batch import decode_outcomes, item_batches, pack_region_request, timeout_ms_of, unfit_outcome
+from hicache.client.bulk_link import BulkClosed, BulkRefused
+from hicache.client.fault import NEVER_SENT, OUT_OF_TIME, Fault, FaultKind, refusal_fault
 from hicache.client.memory_link import MemoryLink
 from hicache.client.session import Session, SessionLimits
 from hicache.l3 import Done, L3Item
 from hicache.outcome import Outcome
-from hicache.wire import hicached_pb2 as wire
-from hicache.wire.protocol import pack_keys
+from hicache.wire.bulk import BulkKind
 
 
 class Direction(StrEnum):
@@ -75,26 +75,41 @@ def through_memory(session: Session, link: MemoryLink, transfer: Transfer) -> Fa
     Returns the fault that ended it. Unless that ``leaves_bytes_alone``, the bytes of the call are in doubt: hicached
     says DEADLINE of an object while a thread of its own may still be moving it, so that is an answer and doubt at once.
     """
-    method = session.stub.Get if transfer.direction is Direction.GET else session.stub.Put
     for batch in item_batches(transfer.items, transfer.pending, limits=session.limits):
-        items = [transfer.items[position] for position in batch]
-        keys, key_bytes = pack_keys([item.key for item in items])
-        request = wire.TransferRequest(
-            session_secret=session.secret,
-            region_id=link.region_id,
-            keys=keys,
-            key_bytes=key_bytes,
-            offsets=[item.offset for item in items],
-            sizes=[item.size_bytes for item in items],
-        )
-        reply = call(method, request, timeout_s=transfer.left_s)
-        if isinstance(reply, Fault):
-            return reply
-        for position, outcome in zip(batch, decode_outcomes(reply.outcomes, count=len(batch)), strict=True):
+        if transfer.left_s <= 0:
+            return OUT_OF_TIME
+        answer = _ask_to_move(session, link.region_id, [transfer.items[position] for position in batch], transfer)
+        if isinstance(answer, Fault):
+            return answer
+        for position, outcome in zip(batch, answer, strict=True):
             transfer.outcomes[position] = outcome
-        late = reply.outcomes.count(Outcome.DEADLINE)
+        late = answer.count(Outcome.DEADLINE)
         if late:
             return Fault(
                 FaultKind.DEADLINE, "NOT_IN_TIME", f"hicached did not move {late} of {len(batch)} objects in time"
             )
     return None
+
+
+def _ask_to_move(
+    session: Session, region_id: int, items: Sequence[L3Item], transfer: Transfer
+) -> list[Outcome] | Fault:
+    """One call about a batch. What fails before anything was sent leaves the bytes alone."""
+    kind = BulkKind.LOAD if transfer.direction is Direction.GET else BulkKind.STORE
+    is_sent = False
+    try:
+        with session.bulk.borrow(left_s=lambda: transfer.left_s) as bulk:
+            request = pack_region_request(kind, region_id, items, timeout_ms=timeout_ms_of(transfer.left_s))
+            is_sent = True
+            bulk.send(request, left_s=lambda: transfer.left_s)
+            bulk.receive_status(left_s=lambda: transfer.left_s)
+            packed = bulk.receive_bytes(len(items), left_s=lambda: transfer.left_s)
+            return decode_outcomes(packed, count=len(items))
+    except TimeoutError as error:
+        return Fault(FaultKind.DEADLINE, "DEADLINE_EXCEEDED", str(error), leaves_bytes_alone=not is_sent)
+    except OSError as error:
+        return Fault(FaultKind.LOST, "BULK_LOST", str(error), leaves_bytes_alone=not is_sent)
+    except BulkRefused as refusal:
+        return refusal_fault(str(refusal)) or Fault(FaultKind.LOST, "BULK_REFUSED", str(refusal))
+    except BulkClosed:
+        return NEVER_SENT

@@ -1,12 +1,14 @@
-"""The bulk socket: objects on a connection of their own, for clients that cannot share memory with hicached.
+"""The bulk socket: objects move on connections of their own, each of them with a thread of hicached behind it.
 
 The client says BULK_HELLO and gets a status. Then it makes one request after another, each of them a BULK_REQUEST, the
-keys (as ``pack_keys`` has them) and the size of each object (``pack_sizes``), and each is answered by a status first:
+keys (as ``pack_keys`` has them) and the size of each object (``pack_numbers``), and each is answered by a status first:
 
     GET  for each object, in any order, a BULK_OBJECT; if its outcome is OK, as many bytes as were asked for follow, and
          then their BULK_CHECKSUM
     PUT  an outcome for each object, one byte each; the client sends those that are OK, in order, each followed by its
          BULK_CHECKSUM, and gets a status and an outcome for each object once more
+    LOAD, STORE  for registered memory, which hicached writes to and reads by itself: after the sizes come the offset of
+         each object in the region (``pack_numbers``) and a BULK_REGION; an outcome for each object is all of the answer
 
 A status is one byte. After BULK_REFUSED come the length of a reason (BULK_REASON) and the reason, ``CODE: text``; then
 the daemon closes. A connection that has not been used up to the end of an answer is of no use any more.
@@ -32,7 +34,8 @@ BULK_REASON = struct.Struct("<H")  # bytes of the reason that follows
 BULK_REQUEST = struct.Struct("<HHII")  # BulkKind, bytes of a key, number of keys, time for the call in ms
 BULK_OBJECT = struct.Struct("<IB")  # position in the request, outcome
 BULK_CHECKSUM = struct.Struct("<Q")  # xxh3_64 bound to the object key without the tenant (hicache/checksum.py)
-BULK_SIZE_BYTES = 8
+BULK_REGION = struct.Struct("<Q")  # id of the region that the offsets are in
+BULK_NUMBER_BYTES = 8
 
 
 class BulkKind(IntEnum):
@@ -40,13 +43,15 @@ class BulkKind(IntEnum):
 
     GET = 0xB1C4
     PUT = 0xB1D7
+    LOAD = 0xB1E3  # backend -> registered memory
+    STORE = 0xB1F5  # registered memory -> backend
 
 
-def pack_sizes(sizes: Sequence[int]) -> bytes:
-    """Sizes in bytes, each as 64 bits."""
-    return struct.pack(f"<{len(sizes)}Q", *sizes)
+def pack_numbers(numbers: Sequence[int]) -> bytes:
+    """Sizes or offsets in bytes, each as 64 bits."""
+    return struct.pack(f"<{len(numbers)}Q", *numbers)
 
 
-def unpack_sizes(packed: bytes) -> tuple[int, ...]:
-    """What ``pack_sizes`` put together."""
-    return struct.unpack(f"<{len(packed) // BULK_SIZE_BYTES}Q", packed)
+def unpack_numbers(packed: bytes) -> tuple[int, ...]:
+    """What ``pack_numbers`` put together."""
+    return struct.unpack(f"<{len(packed) // BULK_NUMBER_BYTES}Q", packed)

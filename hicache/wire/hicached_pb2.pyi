@@ -9,8 +9,9 @@ request can name another tenant.
 
 Bulk data on the same node goes through registered memory: the client connects to Welcome.memory_socket, sends the
 session secret with its memfd attached (SCM_RIGHTS), and gets a region id back. hicached closes that connection only
-when no transfer touches the region any more: end of file means that the client's pages are its own again. Clients that
-cannot share memory connect to the bulk socket.
+when no transfer touches the region any more: end of file means that the client's pages are its own again. Transfers are
+asked for on the bulk socket (hicache/wire/bulk.py), on which objects themselves move for clients that cannot share
+memory.
 """
 
 from collections import abc as _abc
@@ -248,47 +249,7 @@ class LookupReply(_message.Message):
 Global___LookupReply: _TypeAlias = LookupReply  # noqa: Y015
 
 @_typing.final
-class TransferRequest(_message.Message):
-    DESCRIPTOR: _descriptor.Descriptor
-
-    SESSION_SECRET_FIELD_NUMBER: _builtins.int
-    REGION_ID_FIELD_NUMBER: _builtins.int
-    KEYS_FIELD_NUMBER: _builtins.int
-    KEY_BYTES_FIELD_NUMBER: _builtins.int
-    OFFSETS_FIELD_NUMBER: _builtins.int
-    SIZES_FIELD_NUMBER: _builtins.int
-    session_secret: _builtins.bytes
-    region_id: _builtins.int
-    keys: _builtins.bytes
-    key_bytes: _builtins.int
-    @_builtins.property
-    def offsets(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """bytes from the start of the region"""
-
-    @_builtins.property
-    def sizes(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
-        """bytes; must equal the stored size of each object on Get"""
-
-    def __init__(
-        self,
-        *,
-        session_secret: _builtins.bytes = ...,
-        region_id: _builtins.int = ...,
-        keys: _builtins.bytes = ...,
-        key_bytes: _builtins.int = ...,
-        offsets: _abc.Iterable[_builtins.int] | None = ...,
-        sizes: _abc.Iterable[_builtins.int] | None = ...,
-    ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
-    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["key_bytes", b"key_bytes", "keys", b"keys", "offsets", b"offsets", "region_id", b"region_id", "session_secret", b"session_secret", "sizes", b"sizes"]  # noqa: Y015
-    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
-    def WhichOneof(self, oneof_group: _Never) -> None: ...
-
-Global___TransferRequest: _TypeAlias = TransferRequest  # noqa: Y015
-
-@_typing.final
-class TransferReply(_message.Message):
+class OutcomesReply(_message.Message):
     DESCRIPTOR: _descriptor.Descriptor
 
     OUTCOMES_FIELD_NUMBER: _builtins.int
@@ -304,7 +265,7 @@ class TransferReply(_message.Message):
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
-Global___TransferReply: _TypeAlias = TransferReply  # noqa: Y015
+Global___OutcomesReply: _TypeAlias = OutcomesReply  # noqa: Y015
 
 @_typing.final
 class KeysRequest(_message.Message):

@@ -44,20 +44,10 @@ class HiCachedStub(object):
                 request_serializer=hicache_dot_wire_dot_hicached__pb2.LookupRequest.SerializeToString,
                 response_deserializer=hicache_dot_wire_dot_hicached__pb2.LookupReply.FromString,
                 _registered_method=True)
-        self.Get = channel.unary_unary(
-                '/hicached.v1.HiCached/Get',
-                request_serializer=hicache_dot_wire_dot_hicached__pb2.TransferRequest.SerializeToString,
-                response_deserializer=hicache_dot_wire_dot_hicached__pb2.TransferReply.FromString,
-                _registered_method=True)
-        self.Put = channel.unary_unary(
-                '/hicached.v1.HiCached/Put',
-                request_serializer=hicache_dot_wire_dot_hicached__pb2.TransferRequest.SerializeToString,
-                response_deserializer=hicache_dot_wire_dot_hicached__pb2.TransferReply.FromString,
-                _registered_method=True)
         self.Delete = channel.unary_unary(
                 '/hicached.v1.HiCached/Delete',
                 request_serializer=hicache_dot_wire_dot_hicached__pb2.KeysRequest.SerializeToString,
-                response_deserializer=hicache_dot_wire_dot_hicached__pb2.TransferReply.FromString,
+                response_deserializer=hicache_dot_wire_dot_hicached__pb2.OutcomesReply.FromString,
                 _registered_method=True)
         self.Lease = channel.unary_unary(
                 '/hicached.v1.HiCached/Lease',
@@ -67,7 +57,7 @@ class HiCachedStub(object):
         self.Pin = channel.unary_unary(
                 '/hicached.v1.HiCached/Pin',
                 request_serializer=hicache_dot_wire_dot_hicached__pb2.PinRequest.SerializeToString,
-                response_deserializer=hicache_dot_wire_dot_hicached__pb2.TransferReply.FromString,
+                response_deserializer=hicache_dot_wire_dot_hicached__pb2.OutcomesReply.FromString,
                 _registered_method=True)
         self.Watch = channel.unary_stream(
                 '/hicached.v1.HiCached/Watch',
@@ -94,20 +84,6 @@ class HiCachedServicer(object):
 
     def Lookup(self, request, context):
         """Missing associated documentation comment in .proto file."""
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Get(self, request, context):
-        """backend -> registered memory
-        """
-        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details('Method not implemented!')
-        raise NotImplementedError('Method not implemented!')
-
-    def Put(self, request, context):
-        """registered memory -> backend
-        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
@@ -158,20 +134,10 @@ def add_HiCachedServicer_to_server(servicer, server):
                     request_deserializer=hicache_dot_wire_dot_hicached__pb2.LookupRequest.FromString,
                     response_serializer=hicache_dot_wire_dot_hicached__pb2.LookupReply.SerializeToString,
             ),
-            'Get': grpc.unary_unary_rpc_method_handler(
-                    servicer.Get,
-                    request_deserializer=hicache_dot_wire_dot_hicached__pb2.TransferRequest.FromString,
-                    response_serializer=hicache_dot_wire_dot_hicached__pb2.TransferReply.SerializeToString,
-            ),
-            'Put': grpc.unary_unary_rpc_method_handler(
-                    servicer.Put,
-                    request_deserializer=hicache_dot_wire_dot_hicached__pb2.TransferRequest.FromString,
-                    response_serializer=hicache_dot_wire_dot_hicached__pb2.TransferReply.SerializeToString,
-            ),
             'Delete': grpc.unary_unary_rpc_method_handler(
                     servicer.Delete,
                     request_deserializer=hicache_dot_wire_dot_hicached__pb2.KeysRequest.FromString,
-                    response_serializer=hicache_dot_wire_dot_hicached__pb2.TransferReply.SerializeToString,
+                    response_serializer=hicache_dot_wire_dot_hicached__pb2.OutcomesReply.SerializeToString,
             ),
             'Lease': grpc.unary_unary_rpc_method_handler(
                     servicer.Lease,
@@ -181,7 +147,7 @@ def add_HiCachedServicer_to_server(servicer, server):
             'Pin': grpc.unary_unary_rpc_method_handler(
                     servicer.Pin,
                     request_deserializer=hicache_dot_wire_dot_hicached__pb2.PinRequest.FromString,
-                    response_serializer=hicache_dot_wire_dot_hicached__pb2.TransferReply.SerializeToString,
+                    response_serializer=hicache_dot_wire_dot_hicached__pb2.OutcomesReply.SerializeToString,
             ),
             'Watch': grpc.unary_stream_rpc_method_handler(
                     servicer.Watch,
@@ -259,60 +225,6 @@ class HiCached(object):
             _registered_method=True)
 
     @staticmethod
-    def Get(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/hicached.v1.HiCached/Get',
-            hicache_dot_wire_dot_hicached__pb2.TransferRequest.SerializeToString,
-            hicache_dot_wire_dot_hicached__pb2.TransferReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
-    def Put(request,
-            target,
-            options=(),
-            channel_credentials=None,
-            call_credentials=None,
-            insecure=False,
-            compression=None,
-            wait_for_ready=None,
-            timeout=None,
-            metadata=None):
-        return grpc.experimental.unary_unary(
-            request,
-            target,
-            '/hicached.v1.HiCached/Put',
-            hicache_dot_wire_dot_hicached__pb2.TransferRequest.SerializeToString,
-            hicache_dot_wire_dot_hicached__pb2.TransferReply.FromString,
-            options,
-            channel_credentials,
-            insecure,
-            call_credentials,
-            compression,
-            wait_for_ready,
-            timeout,
-            metadata,
-            _registered_method=True)
-
-    @staticmethod
     def Delete(request,
             target,
             options=(),
@@ -328,7 +240,7 @@ class HiCached(object):
             target,
             '/hicached.v1.HiCached/Delete',
             hicache_dot_wire_dot_hicached__pb2.KeysRequest.SerializeToString,
-            hicache_dot_wire_dot_hicached__pb2.TransferReply.FromString,
+            hicache_dot_wire_dot_hicached__pb2.OutcomesReply.FromString,
             options,
             channel_credentials,
             insecure,
@@ -382,7 +294,7 @@ class HiCached(object):
             target,
             '/hicached.v1.HiCached/Pin',
             hicache_dot_wire_dot_hicached__pb2.PinRequest.SerializeToString,
-            hicache_dot_wire_dot_hicached__pb2.TransferReply.FromString,
+            hicache_dot_wire_dot_hicached__pb2.OutcomesReply.FromString,
             options,
             channel_credentials,
             insecure,

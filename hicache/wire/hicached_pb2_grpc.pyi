@@ -9,8 +9,9 @@ request can name another tenant.
 
 Bulk data on the same node goes through registered memory: the client connects to Welcome.memory_socket, sends the
 session secret with its memfd attached (SCM_RIGHTS), and gets a region id back. hicached closes that connection only
-when no transfer touches the region any more: end of file means that the client's pages are its own again. Clients that
-cannot share memory connect to the bulk socket.
+when no transfer touches the region any more: end of file means that the client's pages are its own again. Transfers are
+asked for on the bulk socket (hicache/wire/bulk.py), on which objects themselves move for clients that cannot share
+memory.
 """
 
 from collections import abc as _abc
@@ -46,14 +47,10 @@ class HiCachedStub:
     however it comes, frees everything that it held.
     """
     Lookup: _grpc.UnaryUnaryMultiCallable[_hicached_pb2.LookupRequest, _hicached_pb2.LookupReply]
-    Get: _grpc.UnaryUnaryMultiCallable[_hicached_pb2.TransferRequest, _hicached_pb2.TransferReply]
-    """backend -> registered memory"""
-    Put: _grpc.UnaryUnaryMultiCallable[_hicached_pb2.TransferRequest, _hicached_pb2.TransferReply]
-    """registered memory -> backend"""
-    Delete: _grpc.UnaryUnaryMultiCallable[_hicached_pb2.KeysRequest, _hicached_pb2.TransferReply]
+    Delete: _grpc.UnaryUnaryMultiCallable[_hicached_pb2.KeysRequest, _hicached_pb2.OutcomesReply]
     Lease: _grpc.UnaryUnaryMultiCallable[_hicached_pb2.LeaseRequest, _hicached_pb2.LeaseReply]
     """renew or release"""
-    Pin: _grpc.UnaryUnaryMultiCallable[_hicached_pb2.PinRequest, _hicached_pb2.TransferReply]
+    Pin: _grpc.UnaryUnaryMultiCallable[_hicached_pb2.PinRequest, _hicached_pb2.OutcomesReply]
     """keep objects for a time, or no longer"""
     Watch: _grpc.UnaryStreamMultiCallable[_hicached_pb2.WatchRequest, _hicached_pb2.WatchEvents]
     """what comes and goes of the session's tenant"""
@@ -67,14 +64,10 @@ class HiCachedAsyncStub(HiCachedStub):
     however it comes, frees everything that it held.
     """
     Lookup: _aio.UnaryUnaryMultiCallable[_hicached_pb2.LookupRequest, _hicached_pb2.LookupReply]  # type: ignore[assignment]
-    Get: _aio.UnaryUnaryMultiCallable[_hicached_pb2.TransferRequest, _hicached_pb2.TransferReply]  # type: ignore[assignment]
-    """backend -> registered memory"""
-    Put: _aio.UnaryUnaryMultiCallable[_hicached_pb2.TransferRequest, _hicached_pb2.TransferReply]  # type: ignore[assignment]
-    """registered memory -> backend"""
-    Delete: _aio.UnaryUnaryMultiCallable[_hicached_pb2.KeysRequest, _hicached_pb2.TransferReply]  # type: ignore[assignment]
+    Delete: _aio.UnaryUnaryMultiCallable[_hicached_pb2.KeysRequest, _hicached_pb2.OutcomesReply]  # type: ignore[assignment]
     Lease: _aio.UnaryUnaryMultiCallable[_hicached_pb2.LeaseRequest, _hicached_pb2.LeaseReply]  # type: ignore[assignment]
     """renew or release"""
-    Pin: _aio.UnaryUnaryMultiCallable[_hicached_pb2.PinRequest, _hicached_pb2.TransferReply]  # type: ignore[assignment]
+    Pin: _aio.UnaryUnaryMultiCallable[_hicached_pb2.PinRequest, _hicached_pb2.OutcomesReply]  # type: ignore[assignment]
     """keep objects for a time, or no longer"""
     Watch: _aio.UnaryStreamMultiCallable[_hicached_pb2.WatchRequest, _hicached_pb2.WatchEvents]  # type: ignore[assignment]
     """what comes and goes of the session's tenant"""
@@ -99,27 +92,11 @@ class HiCachedServicer(metaclass=_abc_1.ABCMeta):
     ) -> _typing.Union[_hicached_pb2.LookupReply, _abc.Awaitable[_hicached_pb2.LookupReply]]: ...
 
     @_abc_1.abstractmethod
-    def Get(
-        self,
-        request: _hicached_pb2.TransferRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_hicached_pb2.TransferReply, _abc.Awaitable[_hicached_pb2.TransferReply]]:
-        """backend -> registered memory"""
-
-    @_abc_1.abstractmethod
-    def Put(
-        self,
-        request: _hicached_pb2.TransferRequest,
-        context: _ServicerContext,
-    ) -> _typing.Union[_hicached_pb2.TransferReply, _abc.Awaitable[_hicached_pb2.TransferReply]]:
-        """registered memory -> backend"""
-
-    @_abc_1.abstractmethod
     def Delete(
         self,
         request: _hicached_pb2.KeysRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_hicached_pb2.TransferReply, _abc.Awaitable[_hicached_pb2.TransferReply]]: ...
+    ) -> _typing.Union[_hicached_pb2.OutcomesReply, _abc.Awaitable[_hicached_pb2.OutcomesReply]]: ...
 
     @_abc_1.abstractmethod
     def Lease(
@@ -134,7 +111,7 @@ class HiCachedServicer(metaclass=_abc_1.ABCMeta):
         self,
         request: _hicached_pb2.PinRequest,
         context: _ServicerContext,
-    ) -> _typing.Union[_hicached_pb2.TransferReply, _abc.Awaitable[_hicached_pb2.TransferReply]]:
+    ) -> _typing.Union[_hicached_pb2.OutcomesReply, _abc.Awaitable[_hicached_pb2.OutcomesReply]]:
         """keep objects for a time, or no longer"""
 
     @_abc_1.abstractmethod

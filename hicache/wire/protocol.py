@@ -6,13 +6,13 @@ import struct
 from collections.abc import Sequence
 from enum import StrEnum
 
-PROTOCOL_VERSION = 2
+PROTOCOL_VERSION = 3
 SECRET_BYTES = 32
 NAMESPACE_DIGEST_BYTES = 32
 KEY_BYTES_MAX = 112  # an object key; the daemon puts the tenant's 16 bytes before it
 DESCRIPTOR_BYTES_MAX = 64 * 1024
 DIFFERING_FIELDS_MAX = 16  # how many fields Welcome.namespace_differs names
-REQUEST_OVERHEAD_BYTES = 512  # everything in a request beside keys, offsets and sizes
+REQUEST_OVERHEAD_BYTES = 512  # everything in a request beside its keys
 
 # Fixed by this protocol version: hicached refuses a configuration that could need more, so a client that opens its
 # channel before it knows the negotiated limits is never surprised by a bigger message.
@@ -85,8 +85,7 @@ def split_keys(packed: bytes, key_bytes: int) -> list[bytes]:
 
 def message_bytes_needed(*, batch_keys_max: int) -> int:
     """The largest message that a client within this limit can send or get: a full batch."""
-    per_key = KEY_BYTES_MAX + 2 * 11  # an offset and a size: varints of at most 10 bytes, rounded up for packing
-    return max(batch_keys_max * per_key + REQUEST_OVERHEAD_BYTES, DESCRIPTOR_BYTES_MAX + 16 * 1024)
+    return max(batch_keys_max * KEY_BYTES_MAX + REQUEST_OVERHEAD_BYTES, DESCRIPTOR_BYTES_MAX + 16 * 1024)
 
 
 def channel_options(*, keepalive_ms: int = 20_000) -> list[tuple[str, int]]:

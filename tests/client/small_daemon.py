@@ -10,7 +10,7 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -25,13 +25,14 @@ from hicache.wire.bulk import (
     BULK_ACCEPTED,
     BULK_CHECKSUM,
     BULK_HELLO,
+    BULK_NUMBER_BYTES,
     BULK_OBJECT,
     BULK_REASON,
     BULK_REFUSED,
+    BULK_REGION,
     BULK_REQUEST,
-    BULK_SIZE_BYTES,
     BulkKind,
-    unpack_sizes,
+    unpack_numbers,
 )
 from hicache.wire.hicached_pb2_grpc import HiCachedServicer, add_HiCachedServicer_to_server
 from hicache.wire.protocol import (
@@ -57,6 +58,7 @@ class Faults:
     before_bytes: Callable[[str], None] = lambda operation: None  # before registered memory is touched
     objects: Callable[[list[bytes]], list[bytes]] = lambda objects: objects  # of a get over the bulk socket, as sent
     objects_end: Callable[[], bool] = lambda: True  # after the last of them; False ends the connection
+    outcomes: Callable[[bytes], bytes] = lambda outcomes: outcomes  # of a get or put of registered memory, as sent
     refuse: dict[str, tuple[grpc.StatusCode, str]] = field(default_factory=dict)  # by operation
     refuse_memory: str = ""
     watch: Callable[[], Iterator[wire.WatchEvents]] | None = None  # the events of one watch; None: there are none
@@ -209,18 +211,12 @@ class SmallDaemon(HiCachedServicer):
         outcomes = bytes(Outcome.OK if key in self.objects else Outcome.ABSENT for key in keys)
         return wire.LookupReply(outcomes=outcomes, lease_id=1)
 
-    def Get(self, request: wire.TransferRequest, context: grpc.ServicerContext) -> wire.TransferReply:
-        return self._transfer("get", request, context, self._read_one)
-
-    def Put(self, request: wire.TransferRequest, context: grpc.ServicerContext) -> wire.TransferReply:
-        return self._transfer("put", request, context, self._write_one)
-
-    def Delete(self, request: wire.KeysRequest, context: grpc.ServicerContext) -> wire.TransferReply:
+    def Delete(self, request: wire.KeysRequest, context: grpc.ServicerContext) -> wire.OutcomesReply:
         self._note("delete", request, context)
         self._authenticate(request.session_secret, context)
         keys = split_keys(request.keys, request.key_bytes)
         dropped = [self.objects.pop(key, None) for key in keys]
-        return wire.TransferReply(outcomes=bytes(Outcome.ABSENT if it is None else Outcome.OK for it in dropped))
+        return wire.OutcomesReply(outcomes=bytes(Outcome.ABSENT if it is None else Outcome.OK for it in dropped))
 
     def Lease(self, request: wire.LeaseRequest, context: grpc.ServicerContext) -> wire.LeaseReply:
         self._note("lease", request, context)
@@ -257,17 +253,20 @@ class SmallDaemon(HiCachedServicer):
     def _transfer(
         self,
         operation: str,
-        request: wire.TransferRequest,
-        context: grpc.ServicerContext,
+        keys: list[bytes],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        region_id: int,
         move: Callable[[mmap.mmap, bytes, int, int], Outcome],
-    ) -> wire.TransferReply:
-        self._note(operation, request, context)
-        self._authenticate(request.session_secret, context)
-        region = self._regions.get(request.region_id)
+    ) -> bytes:
+        """The answer to a request about registered memory."""
+        with self._lock:
+            self.requests.setdefault(operation, []).append(keys)
+        if operation in self.faults.refuse:
+            return _refused(self.faults.refuse[operation][1])
+        region = self._regions.get(region_id)
         if region is None:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, "UNKNOWN_REGION: it was detached")
-            raise AssertionError("abort raises")
-        keys = split_keys(request.keys, request.key_bytes)
+            return _refused("UNKNOWN_REGION: it was detached")
         late = self.faults.late(operation)
         holding = threading.Event()
         outcomes: list[Outcome] = []
@@ -278,16 +277,16 @@ class SmallDaemon(HiCachedServicer):
                 if late is not None:
                     late.wait(30)
                 self.faults.before_bytes(operation)
-                for key, offset, size in zip(keys, request.offsets, request.sizes, strict=True):
+                for key, offset, size in zip(keys, offsets, sizes, strict=True):
                     outcomes.append(move(region.mapping, key, offset, size) if is_held else Outcome.CANCELLED)
 
         if late is not None:
             threading.Thread(target=work, daemon=True).start()
             holding.wait(10)
-            return wire.TransferReply(outcomes=bytes([Outcome.DEADLINE] * len(keys)))
+            return BULK_ACCEPTED + bytes([Outcome.DEADLINE] * len(keys))
         work()
         self.faults.before_reply(operation)
-        return wire.TransferReply(outcomes=bytes(outcomes))
+        return BULK_ACCEPTED + self.faults.outcomes(bytes(outcomes))
 
     def _read_one(self, mapping: mmap.mmap, key: bytes, offset: int, size: int) -> Outcome:
         payload = self.objects.get(key)
@@ -322,7 +321,7 @@ class SmallDaemon(HiCachedServicer):
                 _, secret = BULK_HELLO.unpack(received.read(BULK_HELLO.size))
                 if secret not in self.sessions or "bulk" in self.faults.refuse:
                     _, reason = self.faults.refuse.get("bulk", (None, "UNKNOWN_SESSION: this daemon did not open it"))
-                    connection.sendall(BULK_REFUSED + BULK_REASON.pack(len(reason)) + reason.encode())
+                    connection.sendall(_refused(reason))
                     return
                 connection.sendall(BULK_ACCEPTED)
                 while header := received.read(BULK_REQUEST.size):
@@ -334,7 +333,14 @@ class SmallDaemon(HiCachedServicer):
     def _answer_bulk(self, connection: socket.socket, received: BinaryIO, header: bytes) -> bool:
         kind, key_bytes, count, _ = BULK_REQUEST.unpack(header)
         keys = split_keys(received.read(key_bytes * count), key_bytes)
-        sizes = unpack_sizes(received.read(BULK_SIZE_BYTES * count))
+        sizes = unpack_numbers(received.read(BULK_NUMBER_BYTES * count))
+        if kind in (BulkKind.LOAD, BulkKind.STORE):
+            offsets = unpack_numbers(received.read(BULK_NUMBER_BYTES * count))
+            [region_id] = BULK_REGION.unpack(received.read(BULK_REGION.size))
+            operation, move = ("get", self._read_one) if kind == BulkKind.LOAD else ("put", self._write_one)
+            answer = self._transfer(operation, keys, offsets, sizes, region_id, move)
+            connection.sendall(answer)
+            return answer.startswith(BULK_ACCEPTED)
         operation = "get_stream" if kind == BulkKind.GET else "put_stream"
         with self._lock:
             self.requests.setdefault(operation, []).append(keys)
@@ -386,6 +392,10 @@ class SmallDaemon(HiCachedServicer):
                     pass
             del self._regions[region_id]
             region.detach()
+
+
+def _refused(reason: str) -> bytes:
+    return BULK_REFUSED + BULK_REASON.pack(len(reason)) + reason.encode()
 
 
 def _unix_listener(path: str) -> socket.socket:

@@ -14,7 +14,7 @@ from hicache.client.stream import Nonsense, ObjectStream
 from hicache.client.transfer import Direction, Transfer
 from hicache.l3 import L3Item
 from hicache.outcome import Outcome
-from hicache.wire.bulk import BULK_ACCEPTED, BULK_CHECKSUM, BULK_OBJECT, BULK_REQUEST, BulkKind, unpack_sizes
+from hicache.wire.bulk import BULK_ACCEPTED, BULK_CHECKSUM, BULK_OBJECT, BULK_REQUEST, BulkKind, unpack_numbers
 from tests.client.support import Answer, key, payload
 
 SIZES = (1, 10, 37, 64)
@@ -189,7 +189,7 @@ def test_a_put_sends_what_is_wanted_with_its_checksum_and_nothing_else(sizes: li
     assert BULK_REQUEST.unpack(header)[:3] == (BulkKind.PUT, len(key(0)), len(items))
     names, sent = sent[: len(items) * len(key(0))], sent[len(items) * len(key(0)) :]
     assert names == b"".join(item.key for item in items)
-    assert unpack_sizes(sent[: 8 * len(items)]) == tuple(sizes)
+    assert unpack_numbers(sent[: 8 * len(items)]) == tuple(sizes)
     wanted = [number for number, outcome in enumerate(known) if outcome is Outcome.OK]
     objects = [payload(number, sizes[number]) for number in wanted]
     checksums = [payload_checksum(key(number), whole) for number, whole in zip(wanted, objects, strict=True)]

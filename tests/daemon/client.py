@@ -9,7 +9,8 @@ import os
 import queue
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from types import TracebackType
 from typing import Self
 
@@ -29,9 +30,10 @@ from hicache.wire.bulk import (
     BULK_MAGIC,
     BULK_OBJECT,
     BULK_REASON,
+    BULK_REGION,
     BULK_REQUEST,
     BulkKind,
-    pack_sizes,
+    pack_numbers,
 )
 from hicache.wire.hicached_pb2_grpc import HiCachedStub
 from hicache.wire.protocol import (
@@ -210,13 +212,29 @@ class Bulk:
         self, kind: BulkKind, keys: Sequence[bytes], sizes: Sequence[int], *, timeout_s: float = CALL_S
     ) -> None:
         packed, key_bytes = pack_keys(keys)
-        self.send(BULK_REQUEST.pack(kind, key_bytes, len(keys), int(timeout_s * 1000)) + packed + pack_sizes(sizes))
+        self.send(BULK_REQUEST.pack(kind, key_bytes, len(keys), int(timeout_s * 1000)) + packed + pack_numbers(sizes))
 
     def request(
         self, kind: BulkKind, keys: Sequence[bytes], sizes: Sequence[int], *, timeout_s: float = CALL_S
     ) -> None:
         self.send_request(kind, keys, sizes, timeout_s=timeout_s)
         self.receive_status()
+
+    def move(
+        self,
+        kind: BulkKind,
+        region_id: int,
+        keys: Sequence[bytes],
+        offsets: Sequence[int],
+        sizes: Sequence[int],
+        *,
+        timeout_s: float = CALL_S,
+    ) -> list[Outcome]:
+        """Registered memory."""
+        self.send_request(kind, keys, sizes, timeout_s=timeout_s)
+        self.send(pack_numbers(offsets) + BULK_REGION.pack(region_id))
+        self.receive_status()
+        return outcomes_of(self.receive(len(keys)))
 
     def begin_put(self, keys: Sequence[bytes], sizes: Sequence[int], *, timeout_s: float = CALL_S) -> list[Outcome]:
         """Which objects the daemon wants: those that are OK."""
@@ -300,19 +318,6 @@ class Client:
     def present(self, keys: Sequence[bytes]) -> list[bool]:
         return [outcome is Outcome.OK for outcome in self.lookup(keys)[0]]
 
-    def request(
-        self, region_id: int, keys: Sequence[bytes], offsets: Sequence[int], sizes: Sequence[int]
-    ) -> pb.TransferRequest:
-        packed, key_bytes = pack_keys(keys)
-        return pb.TransferRequest(
-            session_secret=self.secret,
-            region_id=region_id,
-            keys=packed,
-            key_bytes=key_bytes,
-            offsets=offsets,
-            sizes=sizes,
-        )
-
     def put(
         self,
         region_id: int,
@@ -322,8 +327,8 @@ class Client:
         *,
         timeout_s: float = CALL_S,
     ) -> list[Outcome]:
-        reply = self.stub.Put(self.request(region_id, keys, offsets, sizes), timeout=timeout_s)
-        return outcomes_of(reply.outcomes)
+        with self._idle_bulk() as bulk:
+            return bulk.move(BulkKind.STORE, region_id, keys, offsets, sizes, timeout_s=timeout_s)
 
     def get(
         self,
@@ -334,8 +339,21 @@ class Client:
         *,
         timeout_s: float = CALL_S,
     ) -> list[Outcome]:
-        reply = self.stub.Get(self.request(region_id, keys, offsets, sizes), timeout=timeout_s)
-        return outcomes_of(reply.outcomes)
+        with self._idle_bulk() as bulk:
+            return bulk.move(BulkKind.LOAD, region_id, keys, offsets, sizes, timeout_s=timeout_s)
+
+    def begin(self, call: Callable[..., list[Outcome]], *arguments: object) -> Future[list[Outcome]]:
+        """A call, such as ``put``, in a thread of its own."""
+        future: Future[list[Outcome]] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(call(*arguments))
+            except Exception as error:
+                future.set_exception(error)
+
+        threading.Thread(target=run, daemon=True).start()
+        return future
 
     def delete(self, keys: Sequence[bytes]) -> list[Outcome]:
         packed, key_bytes = pack_keys(keys)

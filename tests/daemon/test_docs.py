@@ -18,7 +18,7 @@ from hicache.daemon.tenants import Tenant
 from hicache.errors import BackendError
 from hicache.outcome import Outcome
 from hicache.wire.protocol import RefusalCode
-from tests.daemon.client import CALL_S, Attachment, Client, Memory, MemoryRefused, object_key, payload_of
+from tests.daemon.client import Attachment, Client, Memory, MemoryRefused, object_key, payload_of
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.rig import http_get, scrape, wait_until
 
@@ -129,11 +129,13 @@ def drive_calls(daemon: ThreadedDaemon, client: Client, region: int, look: Calla
     look()
     assert client.lease(lease, lease_ms=0)
     stuck = daemon.backend.arm("get_into", Fault(FaultKind.LATE))
-    request = client.request(region, keys, [0, 8, 16], [8] * 3)
-    waiting = [client.stub.Get.future(request, timeout=CALL_S) for _ in range(3)]  # one more than there are threads
+    waiting = [
+        client.begin(client.get, region, keys, [0, 8, 16], [8] * 3) for _ in range(3)
+    ]  # one more than there are threads
     wait_until(lambda: daemon.metric("hicache_storage_queued_chunks") > 0, what="a chunk waits")
-    whole = client.request(region, [object_key(5)], [0], [PAGE])
-    waiting.append(client.stub.Get.future(whole, timeout=CALL_S))  # all that a session may move at a time
+    waiting.append(
+        client.begin(client.get, region, [object_key(5)], [0], [PAGE])
+    )  # all that a session may move at a time
     wait_until(lambda: daemon.metric("hicache_inflight_waiting") > 0, what="a transfer waits")
     look()
     stuck.release()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from hicache.daemon.namespaces import read_descriptor
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session
 from hicache.daemon.tenants import Tenant
-from hicache.daemon.turns import SLICE_KEYS, Steps, Turns
+from hicache.daemon.turns import LARGE_BATCH_KEYS, Turns
 from hicache.outcome import Outcome
 from hicache.wire.bulk import BulkKind
 from hicache.wire.hicached_pb2_grpc import HiCachedStub
@@ -235,7 +234,9 @@ class TestLargeBatches:
             read_keys(Unsplittable(1 << 20), key_bytes, DaemonConfig())
         assert caught.value.code == code
 
-    @pytest.mark.parametrize("count", [0, 1, SLICE_KEYS - 1, SLICE_KEYS, SLICE_KEYS + 1, 3 * SLICE_KEYS + 5])
+    @pytest.mark.parametrize(
+        "count", [0, 1, LARGE_BATCH_KEYS - 1, LARGE_BATCH_KEYS, LARGE_BATCH_KEYS + 1, 3 * LARGE_BATCH_KEYS + 5]
+    )
     async def test_the_physical_keys_are_all_keys_of_the_request_behind_the_tenant(self, count: int) -> None:
         session, keys = session_of(ALICE), [object_key(number) for number in range(count)]
         physical = physical_keys(read_keys(b"".join(keys), 36 if keys else 0, DaemonConfig()), session)
@@ -248,51 +249,22 @@ class TestLargeBatches:
         packed = read_keys(Unsplittable(16_000 * 36), 36, DaemonConfig())
         assert len(physical_keys(packed, session_of(ALICE))) == 16_000
 
-    async def test_the_loop_goes_round_between_any_two_slices_of_any_batches(self) -> None:
-        turns = Turns()
-        rounds = itertools.count()
-        read_in_round: list[int] = []
-        current = 0
-
-        async def count_rounds() -> None:
-            nonlocal current
-            while True:
-                current = next(rounds)
-                await asyncio.sleep(0)
-
-        def steps() -> Steps[int]:
-            for number in range(10):
-                if number:
-                    yield
-                    read_in_round.append(current)
-            return 10
-
-        async def read(number: int) -> int:
-            async with turns.one_of(session_of(ALICE, number), 10 * SLICE_KEYS, deadline=soon()):
-                return await turns.take(steps())
-
-        counting = asyncio.create_task(count_rounds())
-        assert await asyncio.gather(*(read(number) for number in range(5))) == [10] * 5
-        counting.cancel()
-        assert len(read_in_round) == 5 * 9
-        assert len(set(read_in_round)) == len(read_in_round), "two slices in one round of the loop"
-
-    async def test_of_one_session_one_large_batch_is_read_at_a_time_and_small_ones_do_not_wait(self) -> None:
+    async def test_of_one_session_one_large_batch_goes_on_at_a_time_and_small_ones_do_not_wait(self) -> None:
         turns, session, other = Turns(), session_of(ALICE), session_of(BOB)
-        async with turns.one_of(session, SLICE_KEYS + 1, deadline=soon()):
+        async with turns.one_of(session, LARGE_BATCH_KEYS + 1, deadline=soon()):
             with pytest.raises(TimeoutError):
-                async with turns.one_of(session, SLICE_KEYS + 1, deadline=asyncio.get_running_loop().time()):
+                async with turns.one_of(session, LARGE_BATCH_KEYS + 1, deadline=asyncio.get_running_loop().time()):
                     raise AssertionError("two at a time")
-            async with turns.one_of(session, SLICE_KEYS, deadline=soon()):
+            async with turns.one_of(session, LARGE_BATCH_KEYS, deadline=soon()):
                 pass
-            async with turns.one_of(other, SLICE_KEYS + 1, deadline=soon()):
+            async with turns.one_of(other, LARGE_BATCH_KEYS + 1, deadline=soon()):
                 pass
-        async with turns.one_of(session, SLICE_KEYS + 1, deadline=soon()):
+        async with turns.one_of(session, LARGE_BATCH_KEYS + 1, deadline=soon()):
             pass
 
-    def test_a_batch_of_many_slices_is_answered_in_order(self, client: Client) -> None:
-        keys = [object_key(number) for number in range(2 * SLICE_KEYS + 7)]
-        there = [0, SLICE_KEYS - 1, SLICE_KEYS, 2 * SLICE_KEYS, len(keys) - 1]
+    def test_a_large_batch_is_answered_in_order(self, client: Client) -> None:
+        keys = [object_key(number) for number in range(2 * LARGE_BATCH_KEYS + 7)]
+        there = [0, LARGE_BATCH_KEYS - 1, LARGE_BATCH_KEYS, 2 * LARGE_BATCH_KEYS, len(keys) - 1]
         client.put_stream([keys[number] for number in there], [payload_of(number, 8) for number in there])
         expected = [number in there for number in range(len(keys))]
         assert client.present(keys) == expected

@@ -11,7 +11,7 @@ import pytest
 
 from hicache.backends.faulty import Fault, FaultKind
 from hicache.outcome import Outcome
-from tests.daemon.client import CALL_S, Client, Memory, object_key, payload_of
+from tests.daemon.client import Client, Memory, object_key, payload_of
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.rig import DaemonProcess, scrape, wait_until
 
@@ -176,13 +176,12 @@ def test_br_104_a_read_that_outlives_its_lease_gets_the_right_bytes_or_a_miss(ti
         client.put_stream(KEYS[:2], [payload_of(number, PAGE) for number in range(2)])
         assert client.lookup(KEYS[:2], lease_ms=1)[1] > 0
         late = tight.backend.arm("get_into", Fault(FaultKind.LATE, times=1))
-        request = client.request(attachment.region_id, KEYS[:2], [0, PAGE], [PAGE] * 2)
-        reading = client.stub.Get.future(request, timeout=CALL_S)
+        reading = client.begin(client.get, attachment.region_id, KEYS[:2], [0, PAGE], [PAGE] * 2)
         wait_until(late.entered.is_set, what="the read is in the backend")
         Flood(writer).put_pages(300)
         late.release()
 
-        for number, outcome in enumerate(reading.result().outcomes):
+        for number, outcome in enumerate(reading.result()):
             assert outcome in (Outcome.OK, Outcome.ABSENT, Outcome.CORRUPT)
             if outcome == Outcome.OK:
                 assert memory.bytes[number * PAGE : (number + 1) * PAGE] == payload_of(number, PAGE)

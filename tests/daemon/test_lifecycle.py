@@ -63,7 +63,7 @@ def test_acknowledged_objects_survive_sigkill_in_the_middle_of_puts(start: Start
                 memory.bytes[:] = payload_of(number, PAGE)
                 try:
                     outcomes = client.put(region, [object_key(number)], [0], [PAGE])
-                except grpc.RpcError:
+                except ConnectionError:
                     break
                 acknowledged.extend([number] if outcomes == [Outcome.OK] else [])
                 if number == 30:
@@ -146,11 +146,11 @@ def test_a_put_that_runs_at_sigterm_is_finished_or_leaves_nothing(start: Start) 
     with Client(daemon.target) as client, Memory(size) as memory:
         region = client.attach(memory).region_id
         memory.bytes[:] = payload_of(1, size)
-        running = client.stub.Put.future(client.request(region, KEYS[:1], [0], [size]), timeout=CALL_S)
+        running = client.begin(client.put, region, KEYS[:1], [0], [size])
         assert daemon.terminate() < STOP_S_MAX
         assert daemon.process.returncode == 0
         error = running.exception()
-        acknowledged = error is None and list(running.result().outcomes) == [Outcome.OK]
+        acknowledged = error is None and running.result() == [Outcome.OK]
 
     with Client(start(capacity_bytes="256MiB").target) as client:
         if acknowledged or client.present(KEYS[:1]) == [True]:
@@ -378,8 +378,7 @@ def test_a_store_that_is_stuck_does_not_hold_up_the_stop(daemon: ThreadedDaemon,
     with Memory(PAGE) as memory:
         attachment = client.attach(memory)
         stuck = daemon.backend.arm("put", Fault(FaultKind.LATE))
-        request = client.request(attachment.region_id, KEYS[:1], [0], [8])
-        running = client.stub.Put.future(request, timeout=CALL_S)
+        running = client.begin(client.put, attachment.region_id, KEYS[:1], [0], [8])
         wait_until(stuck.entered.is_set, what="the put is stuck")
 
         daemon.stop(release_faults=False)

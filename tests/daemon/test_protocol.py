@@ -46,12 +46,10 @@ def test_the_fullest_message_within_the_limits_fits() -> None:
     limits = DaemonConfig()
     needed = message_bytes_needed(batch_keys_max=limits.batch_keys_max)
     count = limits.batch_keys_max
-    batch = pb.TransferRequest(
+    batch = pb.PinRequest(
         session_secret=bytes(32),
-        region_id=2**64 - 1,
         keys=bytes(count * KEY_BYTES_MAX),
         key_bytes=KEY_BYTES_MAX,
-        offsets=[2**64 - 1] * count,
-        sizes=[2**64 - 1] * count,
+        pin_ms=2**64 - 1,
     )
     assert batch.ByteSize() <= needed <= MESSAGE_BYTES_MAX

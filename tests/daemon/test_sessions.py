@@ -20,7 +20,9 @@ from hicache.checksum import payload_checksum
 from hicache.errors import BackendError
 from hicache.outcome import Outcome
 from hicache.tenancy import tenant_digest
+from hicache.wire import hicached_pb2 as pb
 from hicache.wire.bulk import BULK_CHECKSUM, BulkKind
+from hicache.wire.protocol import pack_keys
 from tests.daemon.client import CALL_S, Bulk, Client, Memory, object_key, payload_of, refusal_code
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.rig import DaemonProcess, http_get, scrape, wait_until
@@ -274,20 +276,21 @@ def test_br_056_given_up_streams_leave_no_memory_and_no_descriptors_behind(
     assert "Traceback" not in daemon.log
 
 
-def test_a_session_has_a_bound_on_calls_at_a_time(daemon: ThreadedDaemon, client: Client, memory: Memory) -> None:
-    region = client.attach(memory).region_id
+def test_a_session_has_a_bound_on_calls_at_a_time(daemon: ThreadedDaemon, client: Client) -> None:
     client.put_stream([KEY], [b"12345678"])
-    stuck = daemon.backend.arm("get_into", Fault(FaultKind.LATE))
-    calls = [client.stub.Get.future(client.request(region, [KEY], [0], [8]), timeout=CALL_S) for _ in range(64)]
-    wait_until(lambda: daemon.metric("hicache_calls_active", method="Get") == 64, what="64 calls run")
+    stuck = daemon.backend.arm("delete", Fault(FaultKind.LATE))
+    packed, key_bytes = pack_keys([KEY])
+    request = pb.KeysRequest(session_secret=client.secret, keys=packed, key_bytes=key_bytes)
+    calls = [client.stub.Delete.future(request, timeout=CALL_S) for _ in range(64)]
+    wait_until(lambda: daemon.metric("hicache_calls_active", method="Delete") == 64, what="64 calls run")
 
     with pytest.raises(grpc.RpcError) as caught:
         client.present([KEY])
     assert refusal_code(caught.value) == "TOO_MANY_CALLS"
     with Client(daemon.target) as other:
-        assert other.present([KEY]) == [True]
+        assert other.present([object_key(1)]) == [False]
     stuck.release()
-    assert {tuple(call.result().outcomes) for call in calls} == {(Outcome.OK,)}
+    assert {tuple(call.result().outcomes) for call in calls} == {(Outcome.OK,), (Outcome.ABSENT,)}
 
 
 def test_more_bytes_than_the_budget_wait_for_their_turn(start_thread: StartThread) -> None:
