@@ -76,8 +76,8 @@ def test_a_backend_that_is_missing_is_named():
 
 
 def checksum_in_a_process(*, first: str) -> str:
-    code = f"{first}\nfrom hicache.backends import file_objects, lmdb_chunks\n"
-    code += "print(*[module.payload_hasher(b'key').intdigest() for module in (file_objects, lmdb_chunks)])"
+    code = f"{first}\nfrom hicache.backends import file_objects, lmdb_slab\n"
+    code += "print(*[module.payload_hasher(b'key').intdigest() for module in (file_objects, lmdb_slab)])"
     return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
 
 
