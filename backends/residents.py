@@ -88,14 +88,10 @@ class Residents:
         return slots
 
     def use(self, keys: Sequence[bytes], *, now_s: float, used_since_s: float = -math.inf) -> Slots:
-        """``slots`` and ``refresh`` in one: counts those whose slots it returns as used now."""
+        """``slots``, and counts those that it returns as used now."""
         slots = self.slots(keys, used_since_s=used_since_s)
         self._restamp(slots[slots != NO_SLOT], now_s)
         return slots
-
-    def refresh(self, keys: Sequence[bytes], *, now_s: float) -> None:
-        """Count those that are there as used now."""
-        self.use(keys, now_s=now_s)
 
     def size_bytes(self, key: bytes) -> int | None:
         """The payload size; None when it is not there."""
