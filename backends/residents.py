@@ -260,10 +260,9 @@ class Residents:
 
     def put_back(self, keys: Sequence[bytes]) -> None:
         """What kept these has ended: those set aside are now the most recently used, the first as the last."""
-        if not self._aside_count:
-            return
-        slots = self._keys.find(keys)
-        self._restamp(slots[(self._flags.array[slots] & _IS_ASIDE) != 0], self._newest_s)
+        if self._aside_count:
+            slots = self._keys.find(keys)
+            self._restamp(slots[(self._flags.array[slots] & _IS_ASIDE) != 0], self._newest_s)
 
     def take_touched(self, start: int, *, count_max: int) -> tuple[list[tuple[bytes, float]], int | None]:
         """Keys used since they were taken here last, with their times, ``count_max`` at most.
