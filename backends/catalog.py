@@ -133,7 +133,7 @@ class Catalog:
 
     def refresh(self, keys: Sequence[bytes]) -> None:
         """Count those that are there as used now."""
-        self.residents.refresh(keys, now_s=self._wall_clock())
+        self.residents.use(keys, now_s=self._wall_clock())
 
     def expired_before_s(self, tenant: bytes) -> float:
         """What a tenant used last before this has expired."""

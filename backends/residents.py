@@ -88,14 +88,10 @@ class Residents:
         return slots
 
     def use(self, keys: Sequence[bytes], *, now_s: float, used_since_s: float = -math.inf) -> Slots:
-        """``slots`` and ``refresh`` in one: counts those whose slots it returns as used now."""
+        """``slots``, and counts those that it returns as used now."""
         slots = self.slots(keys, used_since_s=used_since_s)
         self._restamp(slots[slots != NO_SLOT], now_s)
         return slots
-
-    def refresh(self, keys: Sequence[bytes], *, now_s: float) -> None:
-        """Count those that are there as used now."""
-        self.use(keys, now_s=now_s)
 
     def size_bytes(self, key: bytes) -> int | None:
         """The payload size; None when it is not there."""
@@ -264,10 +260,9 @@ class Residents:
 
     def put_back(self, keys: Sequence[bytes]) -> None:
         """What kept these has ended: those set aside are now the most recently used, the first as the last."""
-        if not self._aside_count:
-            return
-        slots = self._keys.find(keys)
-        self._restamp(slots[(self._flags.array[slots] & _IS_ASIDE) != 0], self._newest_s)
+        if self._aside_count:
+            slots = self._keys.find(keys)
+            self._restamp(slots[(self._flags.array[slots] & _IS_ASIDE) != 0], self._newest_s)
 
     def take_touched(self, start: int, *, count_max: int) -> tuple[list[tuple[bytes, float]], int | None]:
         """Keys used since they were taken here last, with their times, ``count_max`` at most.

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hicache.directory import Directory, DirectoryConfig
-from hicache.index import Tier
 from hicache.jobs import Completion
+from hicache.node import Tier
 from hicache.outcome import Outcome
 from hicache.spec import CacheSpec, Group, PagedGroup, StateField, StateGroup
 

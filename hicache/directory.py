@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hicache.errors import ConfigError, StateNotCommitted, UsageError
-from hicache.index import Index, Keep, Node, Tier
+from hicache.index import Index
 from hicache.jobbook import JobBook, Outcomes
 from hicache.jobs import Completion, CopyItem, CopyJob, CopyKind, Job
 from hicache.loader import Load, Loader
+from hicache.node import Keep, Node, Tier
 from hicache.policies.write import WritePolicy, WriteThrough
 from hicache.prefetch import Prefetcher, PrefetchLimits
 from hicache.request import RequestRecord

@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hicache.index import Entry, Index, Node, Tier
+from hicache.index import Index
 from hicache.jobbook import JobBook, Outcomes
 from hicache.jobs import CopyItem, CopyJob, CopyKind
+from hicache.node import Entry, Node, Tier
 from hicache.prefetch import Part, Prefetcher
 from hicache.request import RequestRecord
 from hicache.slots import slot_of

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hicache.index import Index, Keep, Node, Tier
+from hicache.index import Index
 from hicache.jobbook import JobBook, Outcomes, batches
 from hicache.jobs import FetchJob, LookupItem, LookupJob, TransferItem
+from hicache.node import Keep, Node, Tier
 from hicache.outcome import Outcome
 from hicache.slots import slot_of
 from hicache.stats import DirectoryStats

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hicache.index import Keep
+from hicache.node import Keep
 from hicache.prefetch import Prefetch
 
 

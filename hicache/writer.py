@@ -6,9 +6,10 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from hicache.index import Entry, Index, Node, Tier
+from hicache.index import Index
 from hicache.jobbook import JobBook, Outcomes, batches
 from hicache.jobs import CopyItem, CopyJob, CopyKind, LookupItem, LookupJob, StoreJob, TransferItem
+from hicache.node import Entry, Node, Tier
 from hicache.outcome import Outcome
 from hicache.policies.write import WritePolicy
 from hicache.slots import slot_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 
-from hicache.index import Tier
+from hicache.node import Tier
 from hicache.spec import Group
 from tests.core.world import FULL, PAGE, STATE, Live, World
 

@@ -6,7 +6,7 @@ import pytest
 
 from hicache.directory import Directory, DirectoryConfig
 from hicache.errors import ConfigError, UsageError
-from hicache.index import Tier
+from hicache.node import Tier
 from hicache.spec import CacheSpec, Group
 from tests.core.situations import HYBRID, evict_all, prompt, slots_free
 from tests.core.world import FULL, MODELS, PAGE, STATE, WINDOW, World

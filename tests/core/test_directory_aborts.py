@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import pytest
 
-from hicache.index import Tier
 from hicache.jobs import LookupJob
+from hicache.node import Tier
 from hicache.outcome import Outcome
 from tests.core.simulated_executor import Fault, failing, no_fault
 from tests.core.situations import HYBRID, evict_all, loaded_pages, prompt, slots_free

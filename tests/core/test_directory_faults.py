@@ -6,9 +6,9 @@ import itertools
 
 import pytest
 
-from hicache.index import Tier
 from hicache.jobs import CopyKind, FetchJob, Job, LookupJob, StoreJob
 from hicache.loader import Load
+from hicache.node import Tier
 from hicache.outcome import Outcome
 from hicache.slots import slot_of
 from hicache.spec import Group

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hicache.errors import StateNotCommitted, UsageError
-from hicache.index import Tier
 from hicache.jobs import CopyJob, CopyKind, FetchJob, Job, LookupJob
+from hicache.node import Tier
 from hicache.outcome import Outcome
 from hicache.prefetch import REPLANS_MAX
 from hicache.slots import slot_of

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hicache.index import Tier
 from hicache.jobs import CopyJob, CopyKind, FetchJob, LookupJob
+from hicache.node import Tier
 from hicache.slots import slot_of
 from tests.core.situations import HYBRID, evict_all, loaded_pages, prefetching, prompt, restore
 from tests.core.world import FULL, PAGE, WINDOW, World

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hicache.index import Index, Node, Tier
+from hicache.index import Index
 from hicache.loader import Load
+from hicache.node import Node, Tier
 from hicache.spec import Group
 from tests.core.situations import HYBRID, evict_all, loaded_pages, prefetching, prompt, restore, slots_free
 from tests.core.world import FULL, MODELS, PAGE, STATE, WINDOW, World

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hicache.directory import Directory
-from hicache.index import Tier
 from hicache.jobs import CopyKind, StoreJob
+from hicache.node import Tier
 from hicache.outcome import Outcome
 from hicache.spec import Group
 from tests.core.simulated_executor import failing

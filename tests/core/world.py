@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hicache.directory import Directory, DirectoryConfig
-from hicache.index import Entry, Keep, Tier
 from hicache.jobs import CopyKind
 from hicache.keys import BlockKeys
+from hicache.node import Entry, Keep, Tier
 from hicache.request import RequestRecord
 from hicache.slots import slot_of
 from hicache.spec import CacheSpec, Group, PagedGroup, StateField, StateGroup
