@@ -68,7 +68,7 @@ def quick_plan(backends: tuple[str, ...], *, with_peers: bool) -> Plan:
         tuple(_quick_cells(backends)),
         repetitions=3,
         burst_s=0.12,
-        limit_bytes=192 * MIB,
+        limit_bytes=384 * MIB,
         budget_s=18.0 if with_peers else 33.0,
         peers_budget_s=13.0,
         has_time_for_slow_peers=False,
