@@ -9,7 +9,7 @@ import pytest
 
 from hicache.outcome import Outcome
 from tests.daemon.client import Client, Memory, object_key, payload_of
-from tests.daemon.rig import DaemonProcess
+from tests.daemon.rig import DaemonProcess, wait_until
 
 PAGE = 64 * 1024
 MIB = 1 << 20
@@ -139,4 +139,4 @@ def test_what_one_of_two_daemons_on_a_folder_stores_the_other_serves(start: Star
         second.process.kill()
         second.process.wait()
         assert writer.get_stream(keys[1:], [PAGE] * 3) == [payload_of(number, PAGE) for number in range(1, 4)]
-        assert writer.stats().objects == 3
+        wait_until(lambda: writer.stats().objects == 3, what="what the dead one deleted is counted")

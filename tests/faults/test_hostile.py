@@ -24,6 +24,8 @@ from tempfile import TemporaryDirectory
 import grpc
 import pytest
 
+from hicache.daemon.bulk_calls import IDLE_STAGING_SHARE
+from hicache.daemon.config import DaemonConfig
 from hicache.daemon.open_files import raise_open_files_limit
 from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
@@ -49,7 +51,8 @@ SEED = int(os.environ.get("HICACHE_TEST_SEED", Random().randrange(2**32)))
 ROUNDS = 3  # that each neighbour completes while something hostile goes on
 CONNECTIONS = 400  # to each socket
 LOG_LINES_MAX = 100  # but for those about sessions
-GROWTH_BYTES_MAX = 96 * MIB  # of the daemon's own memory over all of it
+# Of the daemon's own memory over all of it, with the staging memory that it keeps.
+GROWTH_BYTES_MAX = 96 * MIB + DaemonConfig().inflight_bytes_max // IDLE_STAGING_SHARE
 MALLORY, BOB = "mallory-token-0123456789", "bob-token-0123456789abcd"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 BASE_METRICS = (
