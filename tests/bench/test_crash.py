@@ -14,6 +14,7 @@ import pytest
 from bench.crash import KILLS_QUICK, plan
 from bench.crash_objects import ObjectMaker
 from bench.crash_run import CrashPart, Part, Tally
+from hicache.backends.file_layout import HEADER_BYTES
 from hicache.backends.open import BACKEND_SCHEMES
 
 KILLS = int(os.environ.get("HICACHE_TEST_KILLS", KILLS_QUICK))
@@ -43,7 +44,7 @@ class TestSabotage:
         ("damage", "seen"),
         [
             (lambda store, path: path.unlink(), "is missing, and nothing was evicted"),
-            (lambda store, path: path.write_bytes(path.read_bytes()[:-1] + b"?"), "CORRUPT"),
+            (lambda store, path: _tear(path), "CORRUPT"),
             (lambda store, path: (store / "unfinished" / "0").write_bytes(b"left"), "an orphan"),
             (lambda store, path: path.with_name("aaaa").write_bytes(bytes(5000)), "no whole object"),
         ],
@@ -62,6 +63,13 @@ class TestSabotage:
 
         part = replace(PARTS[0], backend="file", kills=2)
         assert any(seen in failure for failure in run(Sabotaged, part, seed=1).failures)
+
+
+def _tear(path: Path) -> None:
+    """Change the first byte of the payload."""
+    stored = bytearray(path.read_bytes())
+    stored[HEADER_BYTES] ^= 0xFF
+    path.write_bytes(stored)
 
 
 def test_objects_differ_by_key_and_at_every_position() -> None:
