@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
 import threading
 from collections import deque
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import Future
 
 from hicache.daemon.tenants import Tenant
@@ -62,32 +61,26 @@ class ByteBudget:
             self.used_bytes += size_bytes
             return Ticket(self, size_bytes, parent_ticket)
 
-    async def acquire(self, size_bytes: int, *, deadline: float) -> Ticket:
-        """Waits for the bytes until ``deadline`` (of the event loop's clock), then raises TimeoutError."""
-        async with asyncio.timeout_at(deadline):
-            taking = self._take(size_bytes)
-            try:
-                while True:
-                    granted = next(taking)
-                    try:
-                        await asyncio.wrap_future(granted)
-                    except BaseException as error:
-                        taking.throw(error)
-            except StopIteration as end:
-                return _taken(end)
-
-    def acquire_blocking(self, size_bytes: int, *, wait: Callable[[Granted], object]) -> Ticket:
-        """As ``acquire``, for a thread: ``wait`` returns when a future is done, or raises to give up."""
-        taking = self._take(size_bytes)
+    def acquire(self, size_bytes: int, *, wait: Callable[[Granted], object]) -> Ticket:
+        """A ticket, once the bytes are free here and in every parent: level by level ``wait`` gets what is to be waited
+        for, and returns when that is done or raises to give up. Raises what ``wait`` raises.
+        """
+        ticket = self.try_acquire(size_bytes)
+        if ticket is not None:
+            return ticket
+        granted = self._enter(size_bytes)
         try:
-            while True:
-                granted = next(taking)
-                try:
-                    wait(granted)
-                except BaseException as error:
-                    taking.throw(error)
-        except StopIteration as end:
-            return _taken(end)
+            wait(granted)
+        except BaseException:
+            self._leave(size_bytes, granted)
+            raise
+        if self._parent is None:
+            return Ticket(self, size_bytes)
+        try:
+            return Ticket(self, size_bytes, self._parent.acquire(size_bytes, wait=wait))
+        except BaseException:
+            self.give_back(size_bytes)
+            raise
 
     @property
     def waiting_count(self) -> int:
@@ -100,25 +93,6 @@ class ByteBudget:
             self.used_bytes -= size_bytes
             assert self.used_bytes >= 0
             self._wake()
-
-    def _take(self, size_bytes: int) -> Generator[Granted, None, Ticket]:
-        """Yields what is to be waited for, level by level; throw into it to give up. Returns the ticket."""
-        ticket = self.try_acquire(size_bytes)
-        if ticket is not None:
-            return ticket
-        granted = self._enter(size_bytes)
-        try:
-            yield granted
-        except BaseException:
-            self._leave(size_bytes, granted)
-            raise
-        if self._parent is None:
-            return Ticket(self, size_bytes)
-        try:
-            return Ticket(self, size_bytes, (yield from self._parent._take(size_bytes)))
-        except BaseException:
-            self.give_back(size_bytes)
-            raise
 
     def _fits(self, size_bytes: int) -> bool:
         return not self._waiting and self.used_bytes + size_bytes <= self.limit_bytes
@@ -178,8 +152,3 @@ class Ticket:
         if self._parent is not None:
             self._parent.drop()
         self._budget.give_back(self._size_bytes)
-
-
-def _taken(end: StopIteration) -> Ticket:
-    ticket: Ticket = end.value
-    return ticket

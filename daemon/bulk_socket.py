@@ -1,4 +1,4 @@
-"""The sockets on which objects move as bytes (hicache/wire/bulk.py): who may connect, and for how long."""
+"""The sockets on which objects are put and got (hicache/wire/bulk.py): who may connect, and for how long."""
 
 from __future__ import annotations
 

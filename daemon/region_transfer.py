@@ -70,7 +70,7 @@ class RegionTransfer:
     def _start(self, batch: Batch, chunk: list[Extent], work: Work) -> None:
         """Queues a chunk, once there is room for its bytes. Raises TimeoutError and ConnectionOver."""
         size_bytes = sum(extent.size_bytes for extent in chunk)
-        ticket = self._session.budget.acquire_blocking(size_bytes, wait=self._wait_for_room)
+        ticket = self._session.budget.acquire(size_bytes, wait=self._wait_for_room)
         if not self._region.hold():
             ticket.drop()
             _fill(batch, chunk, Outcome.CANCELLED)

@@ -45,7 +45,10 @@ class Connection(Protocol):
 
 
 class Session:
-    """One client between its hello and the end of its stream. Event loop only."""
+    """One client between its hello and the end of its stream.
+
+    Event loop only, but for what threads of the bulk socket use: ``region``, ``physical_key``, ``budget``, ``rates``.
+    """
 
     def __init__(
         self, session_id: int, tenant: Tenant, client_name: str, budget: ByteBudget, rates: TenantRates | None = None
@@ -173,7 +176,7 @@ class Session:
 
 
 class Sessions:
-    """All sessions of the daemon. Event loop only."""
+    """All sessions of the daemon. Event loop only, but for ``check_open``."""
 
     def __init__(
         self,

@@ -81,7 +81,7 @@ class StreamSender:
         """Starts to read a chunk, once there is room for it."""
         loading = _Loading(chunk)
         try:
-            loading.ticket = self._budget.acquire_blocking(_bytes_of(chunk), wait=self._wait_for_room)
+            loading.ticket = self._budget.acquire(_bytes_of(chunk), wait=self._wait_for_room)
         except TimeoutError:
             return loading
         return self._start(loading)
@@ -192,7 +192,7 @@ class StreamReceiver:
         self._connection = connection
         self._object_bytes_max = config.object_bytes_max
         self._deadline_s = deadline_s
-        self._chunk_bytes_max = min(WRITE_CHUNK_BYTES, transfers.read_chunk_bytes_max)
+        self._chunk_bytes_max = min(WRITE_CHUNK_BYTES, transfers.write_chunk_bytes_max)
         self._received_bytes = 0  # of this call
         self._current: _Upload | None = None
         self._whole: list[_Upload] = []
@@ -260,7 +260,7 @@ class StreamReceiver:
             self._flush(outcomes)
             step_bytes = missing_bytes
             try:
-                ticket = self._budget.acquire_blocking(step_bytes, wait=self._wait_for_room)
+                ticket = self._budget.acquire(step_bytes, wait=self._wait_for_room)
             except TimeoutError as error:
                 raise ConnectionOver("deadline") from error
         upload.reserved_bytes += step_bytes

@@ -25,7 +25,10 @@ CHUNK_ITEMS_MAX = 256
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """One object of a batch and where its bytes are in the region: ``[offset, offset + size_bytes)``, checked."""
+    """One object of a batch and where its bytes are in the region: ``[offset, offset + size_bytes)``, checked.
+
+    0 is the offset where they come or go over the connection.
+    """
 
     index: int  # position in the batch
     key: bytes  # physical

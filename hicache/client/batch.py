@@ -27,7 +27,7 @@ def decode_outcomes(packed: bytes, *, count: int) -> list[Outcome]:
 
 
 def decode_outcome(number: int) -> Outcome:
-    """The outcome of one frame."""
+    """The outcome that a number on the wire means; IO_ERROR for one that means nothing."""
     return _OUTCOMES[number] if 0 <= number < len(_OUTCOMES) else Outcome.IO_ERROR
 
 

@@ -158,26 +158,28 @@ class TestUploads:
 class TestBudgets:
     """Room of sessions within that of tenants within that of the daemon."""
 
-    async def test_one_tenant_leaves_the_others_their_half(self) -> None:
+    def test_one_tenant_leaves_the_others_their_half(self) -> None:
         budgets = InflightBudgets(total_bytes=100, tenant_bytes=50, session_bytes=40)
         first, second = budgets.of_session(ALICE), budgets.of_session(ALICE)
-        held = [await first.acquire(40, deadline=soon()), await second.acquire(10, deadline=soon())]
+        own, rest = first.try_acquire(40), second.try_acquire(10)
+        assert own is not None
+        assert rest is not None
         assert second.try_acquire(1) is None
-        waiting = asyncio.create_task(second.acquire(1, deadline=soon()))
-        await asyncio.sleep(0)
-        held.append(await budgets.of_session(BOB).acquire(40, deadline=soon()))
+        other = budgets.of_session(BOB).try_acquire(40)
+        assert other is not None
         assert budgets.total.used_bytes == 90
-        held[0].drop()
-        held[0] = await waiting
-        for ticket in held:
+        own.drop()
+        more = second.try_acquire(1)
+        assert more is not None
+        for ticket in (rest, other, more):
             ticket.drop()
         assert budgets.total.used_bytes == 0
 
-    async def test_a_session_may_not_move_more_than_its_tenant(self) -> None:
+    def test_a_session_may_not_move_more_than_its_tenant(self) -> None:
         budgets = InflightBudgets(total_bytes=100, tenant_bytes=50, session_bytes=80)
         assert budgets.session_bytes == budgets.of_session(ALICE).limit_bytes == 50
 
-    async def test_bytes_are_taken_only_with_room_to_spare_at_every_level(self) -> None:
+    def test_bytes_are_taken_only_with_room_to_spare_at_every_level(self) -> None:
         parent = ByteBudget(10)
         child = ByteBudget(20, parent=parent)
         assert child.try_acquire(4, spare_bytes=7) is None
@@ -186,10 +188,12 @@ class TestBudgets:
         assert (parent.used_bytes, child.used_bytes) == (4, 4)
         ticket.drop()
 
-    async def test_two_tickets_that_became_one_go_back_together(self) -> None:
+    def test_two_tickets_that_became_one_go_back_together(self) -> None:
         parent = ByteBudget(10)
         child = ByteBudget(10, parent=parent)
-        ticket, more = await child.acquire(3, deadline=soon()), await child.acquire(4, deadline=soon())
+        ticket, more = child.try_acquire(3), child.try_acquire(4)
+        assert ticket is not None
+        assert more is not None
         ticket.absorb(more)
         assert (parent.used_bytes, child.used_bytes) == (7, 7)
         ticket.drop()
