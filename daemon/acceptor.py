@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import socket
@@ -118,3 +119,10 @@ async def readable(connection: socket.socket) -> None:
         await ready.wait()
     finally:
         loop.remove_reader(connection)
+
+
+async def say(connection: socket.socket, answer: bytes) -> None:
+    """Sends a few bytes. A client that has gone, or does not read, misses them."""
+    with contextlib.suppress(OSError, TimeoutError):
+        async with asyncio.timeout(HELLO_TIMEOUT_S):
+            await asyncio.get_running_loop().sock_sendall(connection, answer)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hicache.backends import key_rows
+from hicache.backends.key_rows import PackedKeys
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session
@@ -27,30 +27,17 @@ class Batch:
         return sum(extent.size_bytes for extent in self.extents)
 
 
-@dataclass(frozen=True, slots=True)
-class PackedKeys:
-    """The checked keys of a request, as they came."""
+def read_keys(packed: bytes, key_bytes: int, session: Session, config: DaemonConfig) -> Sequence[bytes]:
+    """What the objects of a request are called in the store. Each name is made when it is asked for, so this is quick.
 
-    packed: bytes
-    key_bytes: int
-    count: int
-
-
-def physical_keys(keys: PackedKeys, session: Session) -> Sequence[bytes]:
-    """The names of the objects in the store, as a sequence that makes each when it is asked for: in no time."""
-    if not keys.count:
-        return ()
-    return key_rows.PackedKeys(keys.packed, keys.key_bytes, prefix=session.tenant.digest)
-
-
-def read_keys(packed: bytes, key_bytes: int, config: DaemonConfig) -> PackedKeys:
-    """The object keys of a request, in no time. Raises Refusal(MALFORMED or BATCH_TOO_LARGE)."""
+    Raises Refusal(MALFORMED or BATCH_TOO_LARGE).
+    """
     try:
         count = count_keys(packed, key_bytes)
     except ValueError as error:
         raise Refusal(RefusalCode.MALFORMED, str(error)) from error
     check_key_count(count, config)
-    return PackedKeys(packed, key_bytes, count)
+    return PackedKeys(packed, key_bytes, prefix=session.tenant.digest) if count else ()
 
 
 def check_key_count(count: int, config: DaemonConfig) -> None:

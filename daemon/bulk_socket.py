@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 
-from hicache.daemon.acceptor import HELLO_TIMEOUT_S, Acceptor, readable
+from hicache.daemon.acceptor import HELLO_TIMEOUT_S, Acceptor, readable, say
 from hicache.daemon.bulk_calls import BulkCalls, refused
 from hicache.daemon.bulk_connection import BulkConnection
 from hicache.daemon.refusals import Refusal
@@ -78,7 +78,7 @@ class BulkSocket:
             session.check_room_for_connection()
         except Refusal as refusal:
             self._notices.warning("refused", "a bulk connection was refused: %s", refusal)
-            await _say(connection, refused(refusal))
+            await say(connection, refused(refusal))
             return
         bulk = BulkConnection(socket.socket(fileno=connection.detach()))
         session.connect(bulk)
@@ -124,10 +124,3 @@ async def _receive_hello(connection: socket.socket) -> bytes:
             )
         received += part
     return received
-
-
-async def _say(connection: socket.socket, answer: bytes) -> None:
-    """Sends a few bytes. A client that has gone, or does not read, misses them."""
-    with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
-            await asyncio.get_running_loop().sock_sendall(connection, answer)

@@ -1,4 +1,4 @@
-"""The short calls of a session: lookups, leases, deletes and usage, each answered by its deadline."""
+"""The short calls of a session: lookups, leases, pins, deletes and usage, each answered by its deadline."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ from functools import partial
 
 import structlog
 
-from hicache.daemon.acceptor import HELLO_TIMEOUT_S, Acceptor, readable
+from hicache.daemon.acceptor import HELLO_TIMEOUT_S, Acceptor, readable, say
 from hicache.daemon.memory import Region, RegionRefused, check_memory, map_memory, seals_of
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session, Sessions
@@ -79,11 +79,11 @@ class MemorySocket:
         except RegionRefused as refusal:
             self._on_refusal()
             self._notices.warning("refused", "memory refused: %s", refusal)
-            await _answer(connection, _refused(str(refusal)))
+            await say(connection, _refused(str(refusal)))
             _discard_input(connection)
             return
         try:
-            await _answer(connection, MEMORY_ACCEPTED.pack(MEMORY_STATUS_OK, region.region_id))
+            await say(connection, MEMORY_ACCEPTED.pack(MEMORY_STATUS_OK, region.region_id))
             await _until_end(connection, region)
             region.detach()
             await region.gone.wait()
@@ -180,13 +180,6 @@ def _descriptors(ancillary: list[tuple[int, int, bytes]]) -> list[int]:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             received.frombytes(content[: len(content) - len(content) % received.itemsize])
     return received.tolist()
-
-
-async def _answer(connection: socket.socket, answer: bytes) -> None:
-    """Sends a few bytes. A client that has gone, or does not read, misses them."""
-    with contextlib.suppress(OSError, TimeoutError):
-        async with asyncio.timeout(HELLO_TIMEOUT_S):
-            await asyncio.get_running_loop().sock_sendall(connection, answer)
 
 
 def _discard_input(connection: socket.socket) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 
 import grpc
 
-from hicache.daemon.batches import PackedKeys, physical_keys, read_keys
+from hicache.daemon.batches import read_keys
 from hicache.daemon.calls import CallContext, Calls
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.control import Control, Space
@@ -67,10 +67,10 @@ class HiCachedService:
     async def Lookup(self, request: pb.LookupRequest, context: CallContext) -> pb.LookupReply:
         """OK or ABSENT for each key, with a lease on those that are OK if the client wants one."""
         async with self._session_call("Lookup", request.session_secret, context) as (session, deadline):
-            keys = self._keys(request)
-            async with self._turns.one_of(session, keys.count, deadline=deadline):
+            keys = self._keys(request, session)
+            async with self._turns.one_of(session, len(keys), deadline=deadline):
                 outcomes, lease_id = await self._control.lookup(
-                    session, physical_keys(keys, session), lease_ms=request.lease_ms, deadline=deadline
+                    session, keys, lease_ms=request.lease_ms, deadline=deadline
                 )
             self._metrics.count_items("Lookup", outcomes)
             return pb.LookupReply(outcomes=bytes(outcomes), lease_id=lease_id)
@@ -78,8 +78,7 @@ class HiCachedService:
     async def Delete(self, request: pb.KeysRequest, context: CallContext) -> pb.OutcomesReply:
         """Drops objects of the session's tenant."""
         async with self._session_call("Delete", request.session_secret, context) as (session, deadline):
-            physical = physical_keys(self._keys(request), session)
-            outcomes = await self._control.delete(physical, deadline=deadline)
+            outcomes = await self._control.delete(self._keys(request, session), deadline=deadline)
             self._metrics.count_items("Delete", outcomes)
             return pb.OutcomesReply(outcomes=bytes(outcomes))
 
@@ -94,8 +93,7 @@ class HiCachedService:
     async def Pin(self, request: pb.PinRequest, context: CallContext) -> pb.OutcomesReply:
         """Keeps objects of the session's tenant for a time, also when the session ends; or ends that."""
         async with self._session_call("Pin", request.session_secret, context) as (session, deadline):
-            physical = physical_keys(self._keys(request), session)
-            outcomes = await self._control.pin(physical, pin_ms=request.pin_ms, deadline=deadline)
+            outcomes = await self._control.pin(self._keys(request, session), pin_ms=request.pin_ms, deadline=deadline)
             self._metrics.count_items("Pin", outcomes)
             return pb.OutcomesReply(outcomes=bytes(outcomes))
 
@@ -155,5 +153,7 @@ class HiCachedService:
         if reading.done() and reading.result() is not grpc.aio.EOF:
             raise Refusal(RefusalCode.MALFORMED, "a session has one hello")
 
-    def _keys(self, request: pb.LookupRequest | pb.KeysRequest | pb.PinRequest) -> PackedKeys:
-        return read_keys(request.keys, request.key_bytes, self._config)
+    def _keys(
+        self, request: pb.LookupRequest | pb.KeysRequest | pb.PinRequest, session: OpenSession
+    ) -> Sequence[bytes]:
+        return read_keys(request.keys, request.key_bytes, session, self._config)

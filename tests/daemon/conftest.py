@@ -16,7 +16,8 @@ from hicache.backends.tenant_limits import StoreLimits
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.readings import StoreNumbers
 from hicache.daemon.server import OpenedStore
-from tests.daemon.client import Client, Memory
+from hicache.outcome import Outcome
+from tests.daemon.client import Client, Memory, object_key
 from tests.daemon.rig import DaemonProcess, DaemonThread
 
 
@@ -111,3 +112,12 @@ def memory() -> Iterator[Memory]:
     """4 MiB of client memory."""
     with Memory(4 << 20) as mapped:
         yield mapped
+
+
+@pytest.fixture
+def bystander(daemon: ThreadedDaemon) -> Iterator[Client]:
+    """Another client with an object; it must be served before and after whatever happens to the one under test."""
+    with Client(daemon.target, name="bystander") as other:
+        assert other.put_stream([object_key(99)], [b"mine"]) == [Outcome.OK]
+        yield other
+        assert other.get_stream([object_key(99)], [4]) == [b"mine"]

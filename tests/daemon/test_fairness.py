@@ -13,7 +13,7 @@ from typing import Any, Never, SupportsIndex
 import grpc
 import pytest
 
-from hicache.daemon.batches import physical_keys, read_keys
+from hicache.daemon.batches import read_keys
 from hicache.daemon.budget import ByteBudget, InflightBudgets
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.first_messages import FirstMessages
@@ -228,30 +228,29 @@ class Unsplittable(bytes):
 
 
 class TestLargeBatches:
-    """Many keys are read a slice at a time, or not at all."""
+    """Many keys are refused, or passed on, without a look at each."""
 
     @pytest.mark.parametrize(
         ("key_bytes", "code"), [(1, "BATCH_TOO_LARGE"), (3, "MALFORMED"), (0, "MALFORMED"), (113, "MALFORMED")]
     )
     def test_too_many_keys_are_refused_without_splitting_them(self, key_bytes: int, code: str) -> None:
         with pytest.raises(Refusal) as caught:
-            read_keys(Unsplittable(1 << 20), key_bytes, DaemonConfig())
+            read_keys(Unsplittable(1 << 20), key_bytes, session_of(ALICE), DaemonConfig())
         assert caught.value.code == code
 
     @pytest.mark.parametrize(
         "count", [0, 1, LARGE_BATCH_KEYS - 1, LARGE_BATCH_KEYS, LARGE_BATCH_KEYS + 1, 3 * LARGE_BATCH_KEYS + 5]
     )
-    async def test_the_physical_keys_are_all_keys_of_the_request_behind_the_tenant(self, count: int) -> None:
+    def test_the_physical_keys_are_all_keys_of_the_request_behind_the_tenant(self, count: int) -> None:
         session, keys = session_of(ALICE), [object_key(number) for number in range(count)]
-        physical = physical_keys(read_keys(b"".join(keys), 36 if keys else 0, DaemonConfig()), session)
+        physical = read_keys(b"".join(keys), 36 if keys else 0, session, DaemonConfig())
         expected = [session.physical_key(key) for key in keys]
         assert list(physical) == expected
         assert list(physical[1:]) == expected[1:]
         assert len(physical) == count
 
     def test_the_keys_of_a_lookup_are_not_even_split(self) -> None:
-        packed = read_keys(Unsplittable(16_000 * 36), 36, DaemonConfig())
-        assert len(physical_keys(packed, session_of(ALICE))) == 16_000
+        assert len(read_keys(Unsplittable(16_000 * 36), 36, session_of(ALICE), DaemonConfig())) == 16_000
 
     async def test_of_one_session_one_large_batch_goes_on_at_a_time_and_small_ones_do_not_wait(self) -> None:
         turns, session, other = Turns(), session_of(ALICE), session_of(BOB)

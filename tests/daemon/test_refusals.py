@@ -38,15 +38,6 @@ StartThread = Callable[..., ThreadedDaemon]
 TOKEN = "a-long-enough-token"
 
 
-@pytest.fixture
-def bystander(daemon: ThreadedDaemon) -> Iterator[Client]:
-    """Another client with an object; it must be served before and after whatever happens to the one under test."""
-    with Client(daemon.target, name="bystander") as other:
-        assert other.put_stream([object_key(99)], [b"mine"]) == [Outcome.OK]
-        yield other
-        assert other.get_stream([object_key(99)], [4]) == [b"mine"]
-
-
 def refused_hello(target: str, **options: object) -> tuple[grpc.StatusCode, str]:
     with pytest.raises(grpc.RpcError) as caught:
         Client(target, **options)  # type: ignore[arg-type]  # a test of many options
