@@ -22,7 +22,7 @@ _SECONDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0
 
 @dataclass(slots=True)
 class CallResult:
-    """How a call ended: ``ok``, a refusal code, ``cancelled``, or ``error``."""
+    """How a call ended: ``ok``, a refusal code, ``deadline``, ``cancelled`` or ``error``."""
 
     name: str = "ok"
 
@@ -41,7 +41,7 @@ class Metrics:
         self.host_refusals = self._counter("hicache_http_host_refusals", "HTTP requests with a foreign Host header.")
         self.calls = self._counter(
             "hicache_calls",
-            "Finished calls by method and result: ok, a refusal code, cancelled, error.",
+            "Finished calls by method and result: ok, a refusal code, deadline, cancelled, error.",
             ("method", "result"),
         )
         self.calls_active = self._gauge("hicache_calls_active", "Calls that run now, by method.", ("method",))

@@ -169,7 +169,7 @@ class BackendContract:
         assert set(put(backend, *objects)) == {Outcome.EXISTS}
         assert backend.usage().objects == 20
 
-    @pytest.mark.parametrize("at", [0, 65_536, 69_616, 199_000])
+    @pytest.mark.parametrize("at", [0, 65_535, 65_536, 199_000])
     def test_br_076_a_flipped_bit_is_corrupt_and_dropped(self, reopen: Opener, directory: Path, at: int) -> None:
         backend = reopen()
         put(backend, (key(1), payload(1, 200_000)), (key(2), payload(2, 200_000)))

@@ -56,3 +56,15 @@ def get_many(backend: Backend, objects: Sequence[tuple[bytes, int]]) -> list[tup
     targets = [bytearray(size_bytes) for _, size_bytes in objects]
     items = [GetItem(name, memoryview(target)) for (name, _), target in zip(objects, targets, strict=True)]
     return list(zip(backend.get_into(items), map(bytes, targets), strict=True))
+
+
+def fill(backend: Backend, numbers: range) -> list[int]:
+    """Put objects of 1 MiB until there is no space; returns which were stored."""
+    stored = []
+    for number in numbers:
+        outcome = put(backend, (key(number), payload(number, 1 << 20)))[0]
+        if outcome is not Outcome.OK:
+            assert outcome is Outcome.NO_SPACE
+            break
+        stored.append(number)
+    return stored
