@@ -2,4 +2,4 @@
 
 import pytest
 
-pytest.register_assert_rewrite("tests.backends.contract", "tests.backends.payloads")
+pytest.register_assert_rewrite("tests.backends.contract", "tests.backends.limits_rig", "tests.backends.payloads")

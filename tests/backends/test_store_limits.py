@@ -1,4 +1,4 @@
-"""Limits of tenants in the object store: quotas, shares, time to live, pins, and what watchers are told."""
+"""Limits of tenants in the object store: quotas, shares, time to live and pins."""
 
 from __future__ import annotations
 
@@ -9,69 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from hicache.backends.base import GetItem, PutItem
-from hicache.backends.events import Event, Removal
-from hicache.backends.faulty import Fault, FaultKind, FaultyBackend
-from hicache.backends.file_store import FileBackend
-from hicache.backends.store import ObjectStore
-from hicache.backends.tenant_limits import StoreLimits, TenantLimits
+from hicache.backends.faulty import Fault, FaultKind
+from hicache.backends.tenant_limits import TenantLimits
 from hicache.outcome import Outcome
-from tests.backends.payloads import OTHER_TENANT, TENANT, key, payload, scanned
-
-SLOT = 64 << 10
-OBJECT_BYTES = SLOT - 4096  # what fills a slot with its header
-SLOTS = 100
-THIRD_TENANT = b"3" * 16
-
-
-class Rig:
-    """A store of SLOTS slots with limits; ``now_s`` is both clocks."""
-
-    def __init__(self, directory: Path) -> None:
-        self.directory = directory
-        self.now_s = 1_000_000.0
-        self.store: ObjectStore
-
-    def open(self, *, pin_share: float = 0.25, objects_max: int = 0, **by_tenant: TenantLimits) -> ObjectStore:
-        """``mine`` and ``other`` are the limits of the two tenants."""
-        digests = {"mine": TENANT, "other": OTHER_TENANT, "third": THIRD_TENANT}
-        self.files = FileBackend.open(self.directory, capacity_bytes=SLOTS * SLOT)
-        self.faulty = FaultyBackend(self.files)
-        self.store = ObjectStore(
-            self.faulty,
-            object_bytes_max=SLOTS * SLOT,
-            high_watermark=0.9,
-            low_watermark=0.8,
-            free_space_floor_bytes=0,
-            objects_max=objects_max,
-            limits=StoreLimits(
-                by_tenant={digests[name]: limits for name, limits in by_tenant.items()}, pin_share=pin_share
-            ),
-            clock=lambda: self.now_s,
-            wall_clock=lambda: self.now_s,
-        )
-        return self.store
-
-    def put(self, *numbers: int, tenant: bytes = TENANT, size: int = OBJECT_BYTES) -> list[Outcome]:
-        return self.store.put([PutItem(key(number, tenant), memoryview(payload(number, size))) for number in numbers])
-
-    def put_each(self, numbers: range, tenant: bytes = TENANT) -> None:
-        for number in numbers:
-            assert self.put(number, tenant=tenant) == [Outcome.OK]
-
-    def present(self, numbers: range, tenant: bytes = TENANT) -> list[int]:
-        """Which are on the medium, without counting as use."""
-        found = self.files.contains([key(number, tenant) for number in numbers])
-        return [number for number, is_there in zip(numbers, found, strict=True) if is_there]
-
-    def looked_up(self, *numbers: int, tenant: bytes = TENANT) -> list[Outcome]:
-        return self.store.lookup([key(number, tenant) for number in numbers])[0]
-
-    def get(self, number: int) -> Outcome:
-        return self.store.get_into([GetItem(key(number), memoryview(bytearray(OBJECT_BYTES)))])[0]
-
-    def pin(self, *numbers: int, pin_s: float = 100.0, tenant: bytes = TENANT) -> list[Outcome]:
-        return self.store.pin([key(number, tenant) for number in numbers], pin_s=pin_s)
+from tests.backends.limits_rig import SLOT, SLOTS, THIRD_TENANT, Rig
+from tests.backends.payloads import OTHER_TENANT, TENANT, key
 
 
 @pytest.fixture
@@ -358,79 +300,6 @@ class TestPins:
             rig.pin(1)
             rig.store.unpin([key(1)])
         assert len(rig.store._catalog.pins._expiries) <= 66
-
-
-class TestEvents:
-    def test_a_watcher_is_told_what_comes_and_goes_and_why(self, rig: Rig) -> None:
-        rig.open(mine=TenantLimits(ttl_s=60.0, quota_objects=3))
-        wakes: list[None] = []
-        told = rig.store.watch(TENANT, wake=lambda: wakes.append(None))
-        rig.put_each(range(4))  # one too many
-        assert len(wakes) == 1, "woken once until it has taken"
-        rig.put(1)  # exists: nothing has happened
-        rig.faulty.arm("get_into", Fault(FaultKind.WRONG_BYTES, times=1))
-        rig.get(1)
-        rig.store.delete([key(2), key(77)])
-        rig.now_s += 61.0
-        rig.store.sweep()
-        assert told.take() == (
-            0,
-            [
-                *(Event(key(number), None) for number in range(3)),
-                Event(key(0), Removal.EVICTED),
-                Event(key(3), None),
-                Event(key(1), Removal.CORRUPT),
-                Event(key(2), Removal.DELETED),
-                Event(key(3), Removal.EXPIRED),
-            ],
-        )
-        rig.put(8)
-        assert len(wakes) == 2
-        rig.store.unwatch(told)
-        rig.put(9)
-        assert told.take() == (0, [Event(key(8), None)])
-        assert rig.store.stats().holds.watchers == 0
-
-    def test_nobody_is_told_of_another_tenants_objects(self, rig: Rig) -> None:
-        rig.open()
-        mine, other = (rig.store.watch(tenant, wake=lambda: None) for tenant in (TENANT, OTHER_TENANT))
-        rig.put(1, tenant=OTHER_TENANT)
-        rig.store.delete([key(1, OTHER_TENANT)])
-        assert mine.take() == (0, [])
-        assert other.take()[1] == [Event(key(1, OTHER_TENANT), None), Event(key(1, OTHER_TENANT), Removal.DELETED)]
-
-    def test_a_watcher_that_does_not_take_loses_events_and_is_told_how_many(
-        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("hicache.backends.events.QUEUED_EVENTS_MAX", 4)
-        rig.open()
-        slow = rig.store.watch(TENANT, wake=lambda: None)
-        rig.put_each(range(10))
-        lost, events = slow.take()
-        assert (lost, [event.key for event in events]) == (8, [key(8), key(9)])
-        assert (rig.store.stats().events_told, rig.store.stats().events_lost) == (10, 8)
-        rig.put(20)
-        assert slow.take() == (0, [Event(key(20), None)])
-
-    def test_a_snapshot_and_the_events_after_it_make_a_whole_picture(
-        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr("hicache.backends.store.SNAPSHOT_KEYS", 3)
-        rig.open()
-        rig.put_each(range(10))
-        rig.put_each(range(5), OTHER_TENANT)
-        told = rig.store.watch(TENANT, wake=lambda: None)
-        picture: set[bytes] = set()
-        for step, part in enumerate(rig.store.snapshot(TENANT)):
-            assert len(part) <= 3
-            picture |= set(part)
-            rig.store.delete([key(step), key(9 - step)])
-            rig.put(100 + step)
-            for event in told.take()[1]:
-                picture.add(event.key) if event.removal is None else picture.discard(event.key)
-        there = {stored.key for stored in scanned(rig.files) if stored.key[:16] == TENANT}
-        assert picture == there
-        assert len(there) > 1
 
 
 class TestManyThreads:

@@ -13,7 +13,6 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -31,7 +30,6 @@ from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.bulk import BULK_REQUEST, BulkKind
 from hicache.wire.protocol import MEMORY_HELLO, pack_keys
-from tests.client.memory import SmallMemory, UnshareableMemory
 from tests.daemon.client import (
     CALL_S,
     Attachment,
@@ -43,74 +41,15 @@ from tests.daemon.client import (
     object_key,
     payload_of,
 )
-from tests.daemon.rig import DaemonProcess, http_get, scrape, wait_until
-from tests.faults.other_client import OtherClient
+from tests.daemon.rig import http_get, wait_until
+from tests.faults.besieged import BOB, MALLORY, MIB, Besieged, victims
 
-MIB = 1 << 20
 SEED = int(os.environ.get("HICACHE_TEST_SEED", Random().randrange(2**32)))
-ROUNDS = 3  # that each neighbour completes while something hostile goes on
 CONNECTIONS = 400  # to each socket
 LOG_LINES_MAX = 100  # but for those about sessions
 # Of the daemon's own memory over all of it, with the staging memory that it keeps.
 GROWTH_BYTES_MAX = 96 * MIB + DaemonConfig().inflight_bytes_max // IDLE_STAGING_SHARE
-MALLORY, BOB = "mallory-token-0123456789", "bob-token-0123456789abcd"
 PREFACE = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
-BASE_METRICS = (
-    "hicache_inflight_bytes",
-    "hicache_storage_queued_chunks",
-    "hicache_storage_errors_total",
-    "hicache_regions",
-    "hicache_region_bytes",
-    "hicache_sessions",
-)
-
-
-class Besieged:
-    """A real daemon with two neighbours of the tenant bob, one for each way that objects go."""
-
-    def __init__(self, folder: Path) -> None:
-        (folder / "tenants").write_text(f"mallory {MALLORY}\nbob {BOB}\n")
-        (folder / "tenants").chmod(0o600)
-        self.daemon = DaemonProcess(
-            folder, tenants_file=folder / "tenants", listen="127.0.0.1:0", capacity_bytes="256MiB"
-        ).wait_ready()
-        self.address = self.daemon.target.replace("unix:", "unix://")
-        self.tcp_address = f"tcp://{self.daemon.ready['listen']}"
-        self.memory_socket = f"{self.daemon.settings['socket']}.memory"
-        self.neighbours = [
-            OtherClient(address, memory(2 * MIB), size_bytes=MIB, token=BOB)
-            for address, memory in ((self.address, SmallMemory), (self.tcp_address, UnshareableMemory))
-        ]
-        self.base = self.readings()
-        self.own_bytes = self.read_own_bytes()
-
-    def close(self) -> None:
-        for neighbour in self.neighbours:
-            neighbour.close()
-        self.daemon.close()
-
-    def readings(self) -> dict[str, float]:
-        """What has to be the same again when the hostile are gone."""
-        samples = scrape(self.daemon.ready["http"])
-        descriptors = os.listdir(f"/proc/{self.daemon.process.pid}/fd")
-        return {name: samples[name] for name in BASE_METRICS} | {"descriptors": len(descriptors)}
-
-    def read_own_bytes(self) -> int:
-        """Memory that is neither of clients nor of files."""
-        lines = Path(f"/proc/{self.daemon.process.pid}/status").read_text().splitlines()
-        return int(dict(line.split(":", 1) for line in lines)["RssAnon"].split()[0]) * 1024
-
-    def is_as_before(self) -> bool:
-        now = self.readings()
-        return now.pop("descriptors") <= self.base["descriptors"] + 2 and now.items() <= self.base.items()
-
-    def let_neighbours_work(self) -> None:
-        """Returns when each has completed some more rounds."""
-        wanted = [neighbour.rounds + ROUNDS for neighbour in self.neighbours]
-        wait_until(
-            lambda: all(neighbour.rounds >= rounds for neighbour, rounds in zip(self.neighbours, wanted, strict=True)),
-            what=f"the neighbours' rounds: {[neighbour.wrong for neighbour in self.neighbours]}",
-        )
 
 
 @pytest.fixture(scope="module")
@@ -140,25 +79,6 @@ def besieged(besieged_daemon: Besieged) -> Iterator[Besieged]:
 def mallory(besieged: Besieged) -> Iterator[Client]:
     with Client(besieged.daemon.target, token=MALLORY) as client:
         yield client
-
-
-@contextlib.contextmanager
-def victims(besieged: Besieged) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Clients in the middle of transfers, one for each way."""
-    ways = ((besieged.address, "memory"), (besieged.address, "stream"), (besieged.tcp_address, "stream"))
-    processes = [
-        subprocess.Popen([sys.executable, "-m", "tests.faults.victim", address, MALLORY, bulk], stdout=subprocess.PIPE)
-        for address, bulk in ways
-    ]
-    try:
-        for process in processes:
-            assert process.stdout is not None
-            assert process.stdout.readline() == b"ready\n"
-        yield processes
-    finally:
-        for process in processes:
-            process.kill()
-            process.communicate()
 
 
 class TestDeath:
