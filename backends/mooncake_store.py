@@ -21,7 +21,7 @@ from hicache.backends.mooncake_numbers import mooncake_numbers
 from hicache.backends.mooncake_payloads import fill_extent, take_payload
 from hicache.backends.mooncake_pool import PoolUsage
 from hicache.backends.mooncake_settings import MooncakeSettings, split_address
-from hicache.breaker import BreakerLimits, BreakerStatus, CircuitBreaker
+from hicache.breaker import BreakerLimits, CircuitBreaker
 from hicache.errors import BackendError, ConfigError
 from hicache.notices import Notices
 from hicache.outcome import Outcome
@@ -93,10 +93,6 @@ class MooncakeBackend:
     def link(self) -> Link:
         """For what is told about it."""
         return self._link
-
-    def breaker_status(self) -> BreakerStatus:
-        """Of the calls that need the master."""
-        return self._link.status()
 
     def get_into(self, items: Sequence[GetItem]) -> list[Outcome]:
         """See ``Backend.get_into``. What lies on a node that does not answer is UNAVAILABLE, DEADLINE or IO_ERROR."""

@@ -132,7 +132,7 @@ def test_without_a_master_everything_is_unavailable_at_once_and_a_new_one_is_ano
     store_id = backend.store_id
     cluster.kill_master()
     assert put(backend, (key(99), b"x"))[0] in (Outcome.UNAVAILABLE, Outcome.DEADLINE)
-    eventually(lambda: backend.breaker_status().state is not BreakerState.CLOSED, timeout_s=10)
+    eventually(lambda: backend.link.status().state is not BreakerState.CLOSED, timeout_s=10)
     started_s = time.monotonic()
     for _ in range(20):
         assert set(get_words(backend)) == {Outcome.UNAVAILABLE}
@@ -158,7 +158,7 @@ def test_a_hung_master_costs_one_timeout_and_no_more(cluster: MooncakeCluster) -
     started_s = time.monotonic()
     assert backend.find([key(1)]) == [Outcome.UNAVAILABLE]
     assert time.monotonic() - started_s < 1.0
-    eventually(lambda: backend.breaker_status().state is not BreakerState.CLOSED, timeout_s=10)
+    eventually(lambda: backend.link.status().state is not BreakerState.CLOSED, timeout_s=10)
     cluster.master.send_signal(signal.SIGCONT)
     eventually(lambda: backend.find([key(1)]) == [Outcome.OK], timeout_s=30)
     backend.close()

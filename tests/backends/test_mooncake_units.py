@@ -394,7 +394,7 @@ def test_a_master_that_is_away_is_not_asked_again_until_somebody_listens_there()
     put(backend, (key(1), b"x"))
     fake.is_unreachable, fake.is_listening = True, False
     assert backend.find([key(1)]) == [Outcome.UNAVAILABLE]
-    assert backend.breaker_status().state is BreakerState.OPEN
+    assert backend.link.status().state is BreakerState.OPEN
     asked = len(fake.calls)
     for _ in range(50):
         clock.now_s += 1

@@ -66,7 +66,7 @@ class Faults:
 
 
 class Region:
-    """A client's mapped memory. ``wait_untouched`` returns when no transfer holds it any more."""
+    """A client's mapped memory. ``detach`` returns when no transfer holds it any more."""
 
     def __init__(self, mapping: mmap.mmap) -> None:
         self.mapping = mapping
