@@ -112,10 +112,11 @@ class Attachment:
             self.connection.settimeout(EOF_S)
             self.connection.connect(memory_socket)
             hello = MEMORY_HELLO.pack(secret, size_bytes)
-            if fds:
-                socket.send_fds(self.connection, [hello], list(fds))
-            else:
-                self.connection.sendall(hello)
+            with contextlib.suppress(BrokenPipeError):  # refused before it was asked; the answer is there
+                if fds:
+                    socket.send_fds(self.connection, [hello], list(fds))
+                else:
+                    self.connection.sendall(hello)
             self.region_id = self._answer()
         except BaseException:
             self.connection.close()
