@@ -258,7 +258,8 @@ def test_leases_of_the_store_hold_off_others_but_not_the_owner(cluster: Mooncake
 
 
 def test_a_lease_that_ends_during_a_transfer_never_gives_bytes(tmp_path: Path) -> None:
-    with MooncakeCluster(tmp_path, lease="1ms") as cluster:
+    """The lease is long enough for the few bytes of an open, and too short for what is read then."""
+    with MooncakeCluster(tmp_path, lease="10ms") as cluster:
         cluster.start_node(160 * MIB)
         backend = cluster.open(call_timeout_s=10.0)
         content = payload(1, 48 * MIB)
