@@ -47,11 +47,6 @@ class Opened:
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
 def opened(directory: Path) -> Iterator[Opened]:
     opened = Opened(directory)
     yield opened

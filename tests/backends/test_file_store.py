@@ -87,11 +87,6 @@ class FailingCalls(FileCalls):
 
 
 @pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
 def calls() -> FailingCalls:
     return FailingCalls()
 

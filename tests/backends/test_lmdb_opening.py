@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -23,18 +22,6 @@ from tests.backends.test_lmdb_contract import open_raw
 
 MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
-
-
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def backend(directory: Path) -> Iterator[LmdbBackend]:
-    backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
-    yield backend
-    backend.close()
 
 
 def marker_of(directory: Path) -> StoreMarker:

@@ -25,18 +25,6 @@ MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def backend(directory: Path) -> Iterator[LmdbBackend]:
-    backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
-    yield backend
-    backend.close()
-
-
 def test_a_larger_capacity_is_used_at_once_and_all_of_it_is_on_the_disk(backend: LmdbBackend, directory: Path) -> None:
     stored = fill(backend, range(40))
     backend.resize(32 * MIB, floor_bytes=0)

@@ -28,18 +28,6 @@ MIB = 1 << 20
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.fixture
-def directory(tmp_path: Path) -> Path:
-    return tmp_path / "store"
-
-
-@pytest.fixture
-def backend(directory: Path) -> Iterator[LmdbBackend]:
-    backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
-    yield backend
-    backend.close()
-
-
 @contextmanager
 def foreign_reader(directory: Path) -> Iterator[subprocess.Popen[str]]:
     """Another process with an open snapshot."""

@@ -68,14 +68,19 @@ def test_a_peer_that_is_not_installed_says_so(tmp_path):
         PeerProcess("sglang-file", tmp_path / "peer", python=sys.executable, object_bytes=OBJECT)
 
 
-def test_every_peer_is_measured_or_named(tmp_path):
-    bench = SimpleNamespace(
+def short_bench(folder, *, has_time_for_slow_peers, is_late=True):
+    """A run that has no time to measure a peer."""
+    return SimpleNamespace(
         results=Results(),
-        folder=tmp_path,
-        plan=SimpleNamespace(repetitions=1, peers_budget_s=0.0, has_time_for_slow_peers=True),
+        folder=folder,
+        plan=SimpleNamespace(repetitions=1, peers_budget_s=0.0, has_time_for_slow_peers=has_time_for_slow_peers),
         extend=lambda seconds: None,
-        is_late=True,
+        is_late=is_late,
     )
+
+
+def test_every_peer_is_measured_or_named(tmp_path):
+    bench = short_bench(tmp_path, has_time_for_slow_peers=True)
     run_peers(bench, python=sys.executable, show=lambda _: None)
     assert len(bench.results.skipped) == len(NOT_DRIVEN) + len(PEERS) * len(OBJECT_BYTES)
     for name in (*PEERS, *NOT_DRIVEN):
@@ -83,26 +88,14 @@ def test_every_peer_is_measured_or_named(tmp_path):
 
 
 def test_a_hurry_names_the_peers_that_start_slowly_once(tmp_path):
-    bench = SimpleNamespace(
-        results=Results(),
-        folder=tmp_path,
-        plan=SimpleNamespace(repetitions=1, peers_budget_s=0.0, has_time_for_slow_peers=False),
-        extend=lambda seconds: None,
-        is_late=True,
-    )
+    bench = short_bench(tmp_path, has_time_for_slow_peers=False)
     run_peers(bench, python=sys.executable, show=lambda _: None)
     for name in SLOW_TO_START:
         assert len([line for line in bench.results.skipped if line.startswith(f"peer {name}: takes longer")]) == 1
 
 
 def test_a_python_that_is_not_there_is_named_too(tmp_path):
-    bench = SimpleNamespace(
-        results=Results(),
-        folder=tmp_path,
-        plan=SimpleNamespace(repetitions=1, peers_budget_s=0.0, has_time_for_slow_peers=True),
-        extend=lambda seconds: None,
-        is_late=False,
-    )
+    bench = short_bench(tmp_path, has_time_for_slow_peers=True, is_late=False)
     run_peers(bench, python=str(tmp_path / "no-python"), show=lambda _: None)
     assert bench.results.rows == []
     assert len(bench.results.skipped) == len(NOT_DRIVEN) + len(PEERS)
