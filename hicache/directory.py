@@ -97,6 +97,11 @@ class Directory:
         """Jobs emitted and not yet completed."""
         return self._jobs.open_count
 
+    @property
+    def has_jobs(self) -> bool:
+        """Whether ``take_jobs`` would return any."""
+        return self._jobs.has_emitted
+
     def take_jobs(self) -> list[Job]:
         """The jobs emitted since the last call, in the order in which they may start."""
         return self._jobs.take()

@@ -141,7 +141,8 @@ class TouchCounts:
 
     @staticmethod
     def _least(sketch: NDArray[np.uint8], cells: NDArray[np.uint32]) -> NDArray[np.uint8]:
-        return np.min([sketch[row][cells[row]] for row in range(_ROWS)], axis=0)
+        counts: NDArray[np.uint8] = np.minimum.reduce([sketch[row][cells[row]] for row in range(_ROWS)])
+        return counts
 
     def _cells(self, keys: Sequence[bytes]) -> NDArray[np.uint32]:
         """The cell of each key in each row. Keys are hashes: their bytes are as good as random."""
