@@ -82,6 +82,12 @@ class WriteAhead:
                     return
 
     def _copy_to_l2(self, node: Node) -> bool:
+        """Whether it is on its way. The last slots of L2 are for the way to L3, as long as that is open."""
+        for group, count in enumerate(self._ahead[Tier.L2]):
+            if self._index.written(Tier.L2, group) <= 1:
+                self._write(Tier.L2, group, count)
+                if self._writer.is_storing and not self._writer.is_paused(Tier.L2):
+                    return False
         self._allowance -= 1
         return self._writer.demote(node)
 

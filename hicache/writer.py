@@ -102,10 +102,9 @@ class Writer:
                 copies.append(copy)
             if self._unstored(node):
                 stores.append(node)
+            if self._is_write_back and (wanted or self._unstored(node)):
+                self._bound.add(node)
             done += 1
-        if self._is_write_back:
-            self._bound.update(copy.node for copy in copies)
-            self._bound.update(stores)
         self._copy_down(copies)
         self._store(stores)
         return done

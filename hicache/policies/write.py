@@ -161,7 +161,8 @@ def write_policy_of(choice: str | WritePolicy) -> WritePolicy:
     """The policy of that name, with its defaults, or ``choice`` itself. Raises ConfigError for anything else."""
     if isinstance(choice, str) and choice in WRITE_POLICIES:
         return WRITE_POLICIES[choice]()
-    if isinstance(choice, str) or not all(hasattr(choice, name) for name in ("ahead_share", "touch", "admits")):
+    is_policy = all(hasattr(choice, name) for name in ("ahead_share", "touch", "admits"))
+    if isinstance(choice, str | type) or not is_policy:
         raise ConfigError(
             "write_policy", choice, f"{', '.join(WRITE_POLICIES)}, or an object of hicache.policies.write"
         )

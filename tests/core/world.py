@@ -178,22 +178,30 @@ class World:
         self.live.remove(live)
         self.executor.collect()
 
-    def serve(self, tokens: list[int], *, snapshot: bool = True, fault: Fault = no_fault) -> Live:
-        """A whole request, page by page. Returns what it was when it was over."""
+    def serve(
+        self, tokens: list[int], *, snapshot: bool = True, fault: Fault = no_fault, patient: bool = False
+    ) -> Live:
+        """A whole request, page by page; a patient one waits for copies. Returns what it was when it was over."""
         live = self.open(tokens)
         self.prefetch(live)
         self.run_all(fault)
-        self.load_whole(live, fault)
-        while live.computed < len(tokens) // PAGE * PAGE and self.compute(live, pages=1, snapshot=snapshot):
-            pass
+        self.load_whole(live, fault, patient=patient)
+        while live.computed < len(tokens) // PAGE * PAGE:
+            if self.compute(live, pages=1, snapshot=snapshot, patient=patient):
+                continue
+            if not patient:
+                break
+            self.run_all(fault)
+            if not self.compute(live, pages=1, snapshot=snapshot):
+                break
         self.release(live)
         self.run_all(fault)
         return live
 
-    def load_whole(self, live: Live, fault: Fault = no_fault) -> None:
-        """Ask for the load until it is there, five times at most."""
-        for _ in range(5):
-            self.load(live)
+    def load_whole(self, live: Live, fault: Fault = no_fault, *, patient: bool = False) -> None:
+        """Ask for the load until it is there, five times at most; the last time without patience."""
+        for attempt in range(5):
+            self.load(live, patient=patient and attempt < 4)
             self.run_all(fault)
             if live.record.is_loaded:
                 return
