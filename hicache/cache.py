@@ -22,7 +22,7 @@ from hicache.keys import BlockKeys, FieldValue, Tokens, token_array
 from hicache.l3 import L3
 from hicache.loader import Load
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
-from hicache.policies.write import WritePolicy
+from hicache.policies.write import WritePolicy, write_policy_of
 from hicache.pools import L1Pool, L2Pool, l2_slot_counts
 from hicache.pools.registration import registrar_for
 from hicache.request import RequestRecord
@@ -103,7 +103,7 @@ class HiCache:
         l3: L3 | None,
         salt: bytes | None = None,
         prefetch: PrefetchPolicy | None = None,
-        write_policy: WritePolicy | None = None,
+        write_policy: str | WritePolicy = "write_through",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if spec.rank_count > 1:
@@ -125,7 +125,7 @@ class HiCache:
                 has_l3=l3 is not None,
                 prefetch_threshold_tokens=self._prefetch_policy.threshold_tokens,
             ),
-            write_policy=write_policy,
+            write_policy=write_policy_of(write_policy),
         )
         self._changed = threading.Condition(threading.RLock())
         self._completions: deque[Completion] = deque()
@@ -149,16 +149,18 @@ class HiCache:
         salt: bytes | None = None,
         device: str = "cpu",
         prefetch: PrefetchPolicy | None = None,
-        write_policy: WritePolicy | None = None,
+        write_policy: str | WritePolicy = "write_through",
     ) -> Self:
         """Build the pools and connect to L3. Never waits for L3, nor fails when it is away.
 
         ``l3`` is an address (``unix:///run/hicache/hicached.sock``, ``tcp://host:port``), a backend to open in this
         process (``lmdb:///path``, ``file:///path``, of ``l3_capacity_bytes``), or None. ``salt`` keeps what the
-        engine's own tenants may not share apart; ``token`` is what hicached knows the engine by.
+        engine's own tenants may not share apart; ``token`` is what hicached knows the engine by. ``write_policy`` is
+        ``write_through``, ``write_through_selective``, ``write_back``, or one of hicache.policies.write.
 
         Raises ConfigError when settings contradict each other or ask for more than there is.
         """
+        policy = write_policy_of(write_policy)
         _check_settings(
             counts={"l1_pages": l1_pages, "l1_state_slots": l1_state_slots, "l2_bytes": l2_bytes},
             texts={"l3": l3, "token": token, "device": device},
@@ -177,7 +179,7 @@ class HiCache:
                 l2 = L2Pool(spec, counts, registrar=registrar_for(l1.device))
             if l3 is not None and l2 is not None:
                 client = open_l3(l3, spec=spec, memory=l2, token=token, capacity_bytes=l3_capacity_bytes)
-            return cls(spec, l1=l1, l2=l2, l3=client, salt=salt, prefetch=prefetch, write_policy=write_policy)
+            return cls(spec, l1=l1, l2=l2, l3=client, salt=salt, prefetch=prefetch, write_policy=policy)
         except BaseException:
             if client is not None:
                 client.close()
@@ -240,24 +242,23 @@ class HiCache:
         """
         with self._changed:
             record = self._record_of(request)
-            if not self._within(timeout_s, lambda: self._is_loaded(record)):
+            if not self._within(timeout_s, lambda patient: self._is_loaded(record, patient=patient)):
                 return None
             pages = record.loaded_pages
             assert pages is not None, "a load that is done has a length"
             return Restored(pages * self.spec.page_tokens, dict(record.by_source))
 
-    def _is_loaded(self, record: RequestRecord) -> bool:
+    def _is_loaded(self, record: RequestRecord, *, patient: bool) -> bool:
         """Load, and wait for the copies; False when L1 has no room."""
-        while (progress := self._load(record)) is Load.STARTED:
+        while (progress := self._load(record, patient=patient)) is Load.STARTED:
             self._pump()
             if record.loading:  # the executor completes every job, at the latest when it is closed
                 self._changed.wait()
-        self._pump()
         return progress is Load.DONE
 
-    def _load(self, record: RequestRecord) -> Load:
+    def _load(self, record: RequestRecord, *, patient: bool) -> Load:
         self._check_open()
-        return self._directory.load(record)
+        return self._directory.load(record, patient=patient)
 
     def extend(self, request: Request, *, tokens: int, timeout_s: float = 0.0) -> bool:
         """Make the page tables cover ``tokens`` tokens. False, and nothing changed, when L1 has no room.
@@ -266,18 +267,24 @@ class HiCache:
         """
         with self._changed:
             record = self._record_of(request)
-            return self._within(timeout_s, lambda: self._directory.extend(record, tokens=tokens))
+            return self._within(
+                timeout_s, lambda patient: self._directory.extend(record, tokens=tokens, patient=patient)
+            )
 
-    def _within(self, timeout_s: float, attempt: Callable[[], bool]) -> bool:
-        """Try again whenever something has changed, until it works or the time is over."""
+    def _within(self, timeout_s: float, attempt: Callable[[bool], bool]) -> bool:
+        """Try again whenever something has changed, until it works or the time is over.
+
+        The attempts are patient (see ``Directory.extend``) but for the last one.
+        """
         deadline_s = self._clock() + timeout_s
         while True:
             self._check_open()
-            if attempt():
-                return True
             left_s = deadline_s - self._clock()
-            if left_s <= 0:
-                return False
+            is_done = attempt(left_s > 0)
+            if self._directory.has_jobs:  # else waking others would only make them try, and wake us
+                self._pump()
+            if is_done or left_s <= 0:
+                return is_done
             self._changed.wait(left_s)
 
     def append(self, request: Request, tokens: Tokens) -> None:
@@ -317,19 +324,29 @@ class HiCache:
         return self._directory.stats
 
     def flush(self, *, timeout_s: float) -> bool:
-        """Wait until nothing is under way between the tiers. False when the time was not enough."""
+        """Write down what ``write_back`` has left for later, and wait until nothing is under way between the tiers.
+
+        False when the time was not enough, or when something could not be written.
+        """
         deadline_s = self._clock() + timeout_s
         with self._changed:
+            self._directory.flush()
+            self._pump()
             while self._directory.open_jobs:
                 left_s = deadline_s - self._clock()
                 if left_s <= 0:
                     return False
                 self._changed.wait(left_s)
-        return True
+            return self._directory.is_all_written
 
-    def close(self) -> None:
-        """Give up what is under way, disconnect, and free L2. Idempotent. No tensor of ``l2`` may be used after."""
+    def close(self, *, flush_timeout_s: float = 5.0) -> None:
+        """Give up what is under way, disconnect, and free L2. Idempotent. No tensor of ``l2`` may be used after.
+
+        What ``write_back`` has left for later is written before, as far as ``flush_timeout_s`` allows.
+        """
         with self._changed:
+            if not self._closed and not self._directory.is_all_written:
+                self.flush(timeout_s=flush_timeout_s)
             if self._closed:
                 return
             self._closed = True

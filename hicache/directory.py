@@ -17,6 +17,7 @@ from hicache.request import RequestRecord
 from hicache.slots import slot_of
 from hicache.spec import CacheSpec, StateGroup
 from hicache.stats import DirectoryStats, pages_by_source
+from hicache.write_ahead import WriteAhead
 from hicache.writer import Writer, WriterLimits
 
 
@@ -52,13 +53,20 @@ class Directory:
 
     def __init__(self, spec: CacheSpec, config: DirectoryConfig, *, write_policy: WritePolicy | None = None) -> None:
         self.spec = spec
+        policy = write_policy or WriteThrough()
         self.stats = DirectoryStats(spec.object_bytes)
-        self.index = Index(spec, (config.l1_slots, config.l2_slots))
+        self.index = Index(
+            spec,
+            (config.l1_slots, config.l2_slots),
+            has_l3=config.has_l3,
+            spares_unwritten=policy.ahead_share > 0,
+            lost=self.stats.tokens_lost,
+        )
         self._jobs = JobBook(ranks=config.ranks)
         self._writer = Writer(
             self.index,
             self._jobs,
-            write_policy or WriteThrough(),
+            policy,
             WriterLimits(
                 any(config.l2_slots),
                 config.has_l3,
@@ -67,6 +75,10 @@ class Directory:
             ),
             self.stats,
         )
+        self._write_ahead: WriteAhead | None = None
+        if policy.ahead_share and any(config.l2_slots):
+            self._write_ahead = WriteAhead(self.index, self._writer, share=policy.ahead_share)
+            self.index.write_ahead = self._write_ahead
         self._prefetcher = Prefetcher(
             self.index,
             self._jobs,
@@ -74,6 +86,7 @@ class Directory:
             self.stats,
         )
         self._loader = Loader(spec, self.index, self._jobs, self._prefetcher, self.stats)
+        self._has_l3 = config.has_l3
         self._state_groups = tuple(g for g, group in enumerate(spec.groups) if isinstance(group, StateGroup))
         self._paged_groups = tuple(g for g in range(len(spec.groups)) if g not in self._state_groups)
 
@@ -84,6 +97,11 @@ class Directory:
         """Jobs emitted and not yet completed."""
         return self._jobs.open_count
 
+    @property
+    def has_jobs(self) -> bool:
+        """Whether ``take_jobs`` would return any."""
+        return self._jobs.has_emitted
+
     def take_jobs(self) -> list[Job]:
         """The jobs emitted since the last call, in the order in which they may start."""
         return self._jobs.take()
@@ -91,6 +109,18 @@ class Directory:
     def complete(self, completion: Completion) -> None:
         """One rank has finished a job. Raises UsageError when it is not open."""
         self._jobs.complete(completion)
+        if self._write_ahead is not None:
+            self._write_ahead.go_on()
+
+    def flush(self) -> None:
+        """Begin to send to L3 what the write policy has left for later. Nothing is, unless it writes back."""
+        if self._write_ahead is not None:
+            self._write_ahead.flush()
+
+    @property
+    def is_all_written(self) -> bool:
+        """Whether the write policy has left nothing for later."""
+        return self._write_ahead is None or not self._has_l3 or self._write_ahead.is_all_written
 
     # -- a request ---------------------------------------------------------------------------------------------------
 
@@ -120,22 +150,26 @@ class Directory:
         """Whether waiting longer for the prefetch can bring nothing more."""
         return record.prefetch is None or record.prefetch.settled
 
-    def load(self, record: RequestRecord) -> Load:
+    def load(self, record: RequestRecord, *, patient: bool = False) -> Load:
         """Choose the usable prefix over all groups and tiers, once, and bring it into L1 as one unit.
 
         Called again when the jobs are done: a copy that failed cuts the prefix back to an earlier legal stop. The
-        live state slots then hold the snapshot of the boundary, or the empty state.
+        live state slots then hold the snapshot of the boundary, or the empty state. ``patient``: see ``extend``.
         """
         self._check_not_released(record)
-        return self._loader.load(record)
+        return self._loader.load(record, patient=patient)
 
-    def extend(self, record: RequestRecord, *, tokens: int) -> bool:
-        """Make the page tables cover ``tokens`` tokens. False, and nothing changed, when L1 has no room."""
+    def extend(self, record: RequestRecord, *, tokens: int, patient: bool = False) -> bool:
+        """Make the page tables cover ``tokens`` tokens. False, and nothing changed, when L1 has no room.
+
+        ``patient``: also when it has none but for what is about to be written down, which would be lost.
+        """
         self._check_loaded(record)
         pages = -(-tokens // self.spec.page_tokens)
         taken: list[tuple[int, list[int]]] = []
         for group in self._paged_groups:
-            handles = self.index.acquire(Tier.L1, group, max(0, pages - len(record.tables[group])))
+            count = max(0, pages - len(record.tables[group]))
+            handles = self.index.acquire(Tier.L1, group, count, patient=patient)
             if handles is None:
                 for other, others in taken:
                     self.index.release(Tier.L1, other, others)
@@ -143,6 +177,7 @@ class Directory:
             taken.append((group, handles))
         for group, handles in taken:
             record.tables[group] += handles
+        self._keep_up()
         return True
 
     def append(self, record: RequestRecord, keys: Sequence[bytes], *, token_count: int) -> None:
@@ -169,8 +204,9 @@ class Directory:
             self.index.hold(record.keep, self.index.nodes[record.keys[record.published_pages - 1]])
         if state_at:
             self._snapshot(record, state_at // self.spec.page_tokens - 1)
-        nodes = map(self.index.nodes.get, record.keys[record.written_pages : record.published_pages])
-        record.written_pages += self._writer.write(node for node in nodes if node is not None)
+        self._touch(record)
+        self._write(record)
+        self._keep_up()
 
     def release(self, record: RequestRecord) -> None:
         """The request needs nothing any more. What it published stays; what is being copied stays until it is done."""
@@ -178,6 +214,8 @@ class Directory:
         record.released = True
         if record.prefetch is not None:
             self._prefetcher.conclude(record.prefetch, used_pages=0, reason="aborted")
+        if self._touch(record):
+            self._write(record)
         self.index.touch(record.keep.entries)
         self.index.touch_path(record.keep.path)
         self.index.let_go(record.keep)
@@ -187,6 +225,23 @@ class Directory:
         for group, handle in record.live.items():
             self.index.release(Tier.L1, group, [handle])
         record.live.clear()
+        self._keep_up()
+
+    def _touch(self, record: RequestRecord) -> bool:
+        """Tell the write policy of the pages that were restored or published since the last time.
+
+        Returns whether more pages may go down because of that.
+        """
+        keys = record.keys[record.touched_pages : record.published_pages]
+        record.touched_pages = record.published_pages
+        return bool(keys) and self._writer.touch(keys)
+
+    def _write(self, record: RequestRecord) -> None:
+        record.written_pages += self._writer.write(record.keys[record.written_pages : record.published_pages])
+
+    def _keep_up(self) -> None:
+        if self._write_ahead is not None:
+            self._write_ahead.keep_up()
 
     def _tokens_by_tier(self, pages: int, keep: Keep) -> dict[str, int]:
         """Each page of a local prefix counts for the farthest tier that something of it lies in."""
@@ -246,7 +301,7 @@ class Directory:
             return
         for group, target in targets.items():
             self.index.publish(node, Tier.L1, group, target)
-        self._writer.write([node])
+        self._writer.write([node.key])
 
     def _abandon_snapshot(self, node: Node, targets: dict[int, int]) -> None:
         for group, target in targets.items():

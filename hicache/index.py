@@ -3,13 +3,24 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Protocol
 
 from hicache.node import Entry, Keep, Node, Tier
 from hicache.policies.eviction import EvictionPolicy, Lru
 from hicache.prefix import PrefixRule
 from hicache.room import Room
 from hicache.spec import CacheSpec
+
+
+class WriteAhead(Protocol):
+    """Writes down what would be evicted."""
+
+    def make_room(self, tier: Tier, group: int, count: int) -> bool:
+        """Write down so much that ``count`` slots come free. Whether something that helps is under way."""
+        ...
 
 
 class Index:
@@ -25,12 +36,26 @@ class Index:
         spec: CacheSpec,
         capacities: tuple[tuple[int, ...], tuple[int, ...]],
         *,
+        has_l3: bool = False,
+        spares_unwritten: bool = False,
+        lost: Counter[str] | None = None,
         eviction: Callable[[Callable[[Entry], int]], EvictionPolicy[Entry]] = Lru,
     ) -> None:
         self.rule = PrefixRule(spec)
         self.nodes: dict[bytes, Node] = {}
         self.now_s = 0.0  # as the last caller told
-        self._room = Room(spec, self.rule.full_mask, capacities, eviction=eviction, tree=self)
+        self._room = Room(
+            spec,
+            self.rule.full_mask,
+            capacities,
+            has_l3=has_l3,
+            spares_unwritten=spares_unwritten,
+            lost=Counter() if lost is None else lost,
+            eviction=eviction,
+            tree=self,
+        )
+        self.is_making_room = False  # the last ``acquire`` got nothing because it was patient
+        self.write_ahead: WriteAhead | None = None  # asked for room where what is unwritten is spared
         self.pools = self._room.pools
         self.evicted = self._room.evicted
         self._full_groups = tuple(group for group, reach in enumerate(spec.reach_pages) if reach is None)
@@ -128,6 +153,18 @@ class Index:
         node.masks[entry.tier] &= ~bit
         node.resident = node.masks[Tier.L1] | node.masks[Tier.L2]
         self.pools[entry.tier][entry.group].release(entry.handle)
+        self._room.resort(node)
+
+    def stored(self, node: Node, groups: int) -> None:
+        """L3 has these groups of ``node``, as a mask."""
+        node.in_l3 |= groups
+        node.confirmed_at_s = self.now_s
+        self._room.resort(node)
+
+    def gone_from_l3(self, node: Node, groups: int) -> None:
+        """L3 does not have these groups of ``node``, as a mask."""
+        node.in_l3 &= ~groups
+        self._room.resort(node)
 
     def pin(self, entry: Entry) -> Entry:
         """Keep the entry from eviction until as many ``unpin``."""
@@ -221,10 +258,19 @@ class Index:
 
     # -- space -------------------------------------------------------------------------------------------------------
 
-    def acquire(self, tier: Tier, group: int, count: int) -> list[int] | None:
-        """``count`` slots, after evicting as much as that takes; None, when even that is not enough."""
+    def acquire(self, tier: Tier, group: int, count: int, *, patient: bool = False) -> list[int] | None:
+        """``count`` slots, after evicting as much as that takes; None, when even that is not enough.
+
+        ``patient``: nor while what is being written down will make room, rather than lose what is unwritten.
+        """
         if self.pools[tier][group].free_count < count:
             self.settle()
+        self.is_making_room = False
+        if patient and self.write_ahead is not None:
+            handles = self._room.acquire(tier, group, count, may_lose=False)
+            self.is_making_room = handles is None and self.write_ahead.make_room(tier, group, count)
+            if handles is not None or self.is_making_room:
+                return handles
         return self._room.acquire(tier, group, count)
 
     def release(self, tier: Tier, group: int, handles: Iterable[int | None]) -> None:
@@ -235,6 +281,23 @@ class Index:
         """At most so many slots can be acquired now."""
         self.settle()
         return self._room.available(tier, group)
+
+    def written(self, tier: Tier, group: int) -> int:
+        """So many of them without losing what is unwritten, where that is spared."""
+        self.settle()
+        return self._room.written(tier, group)
+
+    @contextmanager
+    def next_unwritten(self, tier: Tier, group: int) -> Iterator[Entry | None]:
+        """The unwritten entry that would be evicted first, pinned while the context lasts; None without one."""
+        entry = self._room.next_unwritten(tier, group)
+        if entry is not None:
+            self.pin(entry)
+        try:
+            yield entry
+        finally:
+            if entry is not None:
+                self.unpin(entry)
 
 
 def path_from(end: Node | None) -> Iterator[Node]:

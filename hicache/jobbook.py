@@ -47,6 +47,11 @@ class JobBook:
         self._outbox.append(job)
         return job_id
 
+    @property
+    def has_emitted(self) -> bool:
+        """Whether jobs have been emitted since the last ``take``."""
+        return bool(self._outbox)
+
     def take(self) -> list[Job]:
         """The jobs emitted since the last call, in order."""
         jobs, self._outbox = self._outbox, []

@@ -63,18 +63,20 @@ class Loader:
         self._state_groups = tuple(g for g, group in enumerate(spec.groups) if isinstance(group, StateGroup))
         self._paged_groups = tuple(g for g in range(len(spec.groups)) if g not in self._state_groups)
 
-    def load(self, record: RequestRecord) -> Load:
+    def load(self, record: RequestRecord, *, patient: bool = False) -> Load:
         """See ``Directory.load``."""
         if (progress := self._progress(record)) is not None:
             return progress
-        if record.reset_failed or not self._acquire_live(record):
+        if record.reset_failed or not self._acquire_live(record, patient=patient):
             record.reset_failed = False
             return Load.BUSY
         if record.prefetch is not None and not record.prefetch.settled:
             record.cut_reason = "late"
         keys = record.keys[: record.prompt_pages]
         longest = self._stops(record, keys)[-1] if record.lost else self._index.match(keys)
-        if not self._start(record, longest):
+        if not self._start(record, longest, patient=patient):
+            if patient and self._index.is_making_room:
+                return Load.BUSY
             record.cut_reason = "no_device_capacity"
             self._start_shorter(record, self._stops(record, keys[:longest]))
         return self._progress(record) or Load.STARTED
@@ -105,12 +107,12 @@ class Loader:
                 masks[page] &= ~(1 << group)
         return [0, *self._index.rule.legal_stops(masks)]
 
-    def _acquire_live(self, record: RequestRecord) -> bool:
+    def _acquire_live(self, record: RequestRecord, *, patient: bool) -> bool:
         """A live slot in every state group, or none."""
         if record.live:
             return True
         for group in self._state_groups:
-            handles = self._index.acquire(Tier.L1, group, 1)
+            handles = self._index.acquire(Tier.L1, group, 1, patient=patient)
             if handles is None:
                 self._release_live(record)
                 return False
@@ -122,12 +124,12 @@ class Loader:
             self._index.release(Tier.L1, group, [handle])
         record.live.clear()
 
-    def _start(self, record: RequestRecord, pages: int) -> bool:
+    def _start(self, record: RequestRecord, pages: int, *, patient: bool = False) -> bool:
         """Secure a prefix of ``pages`` pages and emit its copies; False, and nothing changed, when L1 has no room."""
         keep = self._index.keep(record.keys, pages)
         path = [self._index.nodes.get(key) for key in record.keys[:pages]]
         tables = {group: self._on_device(path, group) for group in self._paged_groups}
-        copies = self._acquire_targets(path, tables)
+        copies = self._acquire_targets(path, tables, patient=patient)
         if copies is None:
             self._index.let_go(keep)
             return False
@@ -152,7 +154,7 @@ class Loader:
         entries = [node.entries[0][group] if node is not None else None for node in path[first:]]
         return [None] * first + [None if entry is None else entry.handle for entry in entries]
 
-    def _acquire_targets(self, path: Sequence[Node | None], tables: Tables) -> list[_Copy] | None:
+    def _acquire_targets(self, path: Sequence[Node | None], tables: Tables, *, patient: bool) -> list[_Copy] | None:
         """L1 slots for the pages that lie in L2, with what is copied there; or None, and nothing taken."""
         absent: list[tuple[int, list[int]]] = []
         for group, table in tables.items():
@@ -165,7 +167,7 @@ class Loader:
             absent.append((group, pages))
         copies: list[_Copy] = []
         for group, pages in absent:
-            handles = self._index.acquire(Tier.L1, group, len(pages))
+            handles = self._index.acquire(Tier.L1, group, len(pages), patient=patient)
             if handles is None:
                 for copy in copies:
                     self._index.release(Tier.L1, copy.part[1], [copy.target])

@@ -140,7 +140,7 @@ class Prefetcher:
             elif outcome is Outcome.ABSENT:
                 node = self._index.nodes.get(prefetch.keys[page])
                 if node is not None:
-                    node.in_l3 &= ~(1 << group)
+                    self._index.gone_from_l3(node, 1 << group)
             else:
                 prefetch.fault = prefetch.fault or outcome
         self._plan(prefetch)
@@ -207,7 +207,7 @@ class Prefetcher:
         taken: dict[Part, int] = {}
         for group in range(len(self._held)):
             wanted = [part for part in parts if part[1] == group]
-            handles = self._index.acquire(Tier.L2, group, len(wanted))
+            handles = self._index.acquire(Tier.L2, group, len(wanted), patient=True)
             if handles is None:
                 for (_, taken_group), handle in taken.items():
                     self._index.release(Tier.L2, taken_group, [handle])
@@ -262,8 +262,7 @@ class Prefetcher:
                 self._index.release(Tier.L2, group, [handle])
                 continue
             entry = self._index.publish(node, Tier.L2, group, handle)
-            node.in_l3 |= 1 << group
-            node.confirmed_at_s = self._index.now_s
+            self._index.stored(node, 1 << group)
             if prefetch.concluded:
                 self._held[group] -= 1
             else:

@@ -30,6 +30,7 @@ class RequestRecord:
     reset_failed: bool = False  # the last load could not even empty the live state
     cut_reason: str = "not_usable"  # why the load took less than the prefetch promised, if it did
     published_pages: int = 0
+    touched_pages: int = 0  # pages that the write policy has been told of
     written_pages: int = 0  # pages that need no more looking at by the writer
     released: bool = False
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol
 
@@ -32,7 +33,8 @@ class Room:
     only after everything below the page has gone, and then the whole page goes: the rest could not be reached. Until
     then it is parked.
 
-    What is pinned or held must not go: ``Index`` says so with ``withdraw`` and ``offer``.
+    What is pinned or held must not go: ``Index`` says so with ``withdraw`` and ``offer``. When it spares what has not
+    been written to a lower tier, such entries wait in queues of their own, and go only when the caller may lose them.
     """
 
     def __init__(
@@ -41,6 +43,9 @@ class Room:
         full_mask: int,
         capacities: tuple[tuple[int, ...], tuple[int, ...]],
         *,
+        has_l3: bool,
+        spares_unwritten: bool,
+        lost: Counter[str],
         eviction: Callable[[Callable[[Entry], int]], EvictionPolicy[Entry]],
         tree: Tree,
     ) -> None:
@@ -52,17 +57,26 @@ class Room:
             for tier in Tier
         )
         self.evicted = [[0] * len(spec.groups) for _ in Tier]  # entries evicted so far, by tier and group
+        self._lost = lost
+        self._lost_names = [[f"{tier.name.lower()}.{group.name}" for group in spec.groups] for tier in Tier]
+        self._page_tokens = spec.page_tokens
+        self.spares_unwritten = spares_unwritten
+        self._has_below = (any(capacities[Tier.L2]), has_l3)
         self._full_mask = full_mask
         self._tree = tree
         orders = [_last_path_use if reach is None else _last_use for reach in spec.reach_pages]
         self._eviction = tuple(tuple(eviction(order) for order in orders) for _ in Tier)
+        self._unwritten = tuple(tuple(eviction(order) for order in orders) for _ in Tier)
         self._parked: tuple[tuple[dict[Entry, None], ...], ...] = tuple(tuple({} for _ in spec.groups) for _ in Tier)
 
-    def acquire(self, tier: Tier, group: int, count: int) -> list[int] | None:
-        """``count`` slots, after evicting as much as that takes; None, when even that is not enough."""
+    def acquire(self, tier: Tier, group: int, count: int, *, may_lose: bool = True) -> list[int] | None:
+        """``count`` slots, after evicting as much as that takes; None, when even that is not enough.
+
+        What has been written goes first; what has not goes only when it ``may_lose`` that.
+        """
         pool = self.pools[tier][group]
         while pool.free_count < count:
-            if not self._evict_one(tier, group):
+            if not self._evict_one(tier, group, may_lose=may_lose):
                 return None
         return pool.acquire(count)
 
@@ -75,8 +89,11 @@ class Room:
 
     def available(self, tier: Tier, group: int) -> int:
         """At most so many slots can be acquired."""
-        evictable = len(self._eviction[tier][group]) + len(self._parked[tier][group])
-        return self.pools[tier][group].free_count + evictable
+        return self.written(tier, group) + len(self._unwritten[tier][group]) + len(self._parked[tier][group])
+
+    def written(self, tier: Tier, group: int) -> int:
+        """Slots that are free, or whose entry may be evicted and is not spared."""
+        return self.pools[tier][group].free_count + len(self._eviction[tier][group])
 
     # -- what may be evicted -----------------------------------------------------------------------------------------
 
@@ -84,11 +101,16 @@ class Room:
         """Let the entry be evicted if nobody keeps it. Does nothing when it is waiting for that already."""
         if entry is None or entry.pins or (entry.node.held and self._is_nearest(entry)):
             return
-        self._eviction[entry.tier][entry.group].add(entry)
+        queue, other = self._eviction[entry.tier][entry.group], self._unwritten[entry.tier][entry.group]
+        if self.spares_unwritten and self.is_unwritten(entry):
+            queue, other = other, queue
+        other.remove(entry)
+        queue.add(entry)
 
     def withdraw(self, entry: Entry) -> None:
         """The entry may not be evicted any more."""
         self._eviction[entry.tier][entry.group].remove(entry)
+        self._unwritten[entry.tier][entry.group].remove(entry)
         self._parked[entry.tier][entry.group].pop(entry, None)
 
     def wake(self, node: Node) -> None:
@@ -102,6 +124,33 @@ class Room:
                     del self._parked[tier][group][entry]
                     self.offer(entry)
 
+    def is_unwritten(self, entry: Entry) -> bool:
+        """Whether the object would not be in any lower tier without this copy, where there is a lower one."""
+        node = entry.node
+        below = node.in_l3 | (node.masks[Tier.L2] if entry.tier is Tier.L1 else 0)
+        return self._has_below[entry.tier] and not below >> entry.group & 1
+
+    def resort(self, node: Node) -> None:
+        """What lower tiers have of ``node`` has changed: its entries may have to wait in other queues."""
+        if not self.spares_unwritten:
+            return
+        for entries in node.entries:
+            for entry in entries:
+                if entry is not None and entry not in self._parked[entry.tier][entry.group]:
+                    self.offer(entry)
+        self.wake(node)
+
+    def next_unwritten(self, tier: Tier, group: int) -> Entry | None:
+        """Take the unwritten entry out that would be evicted first. The caller pins it, and unpins it when it likes."""
+        if (entry := self._unwritten[tier][group].pop()) is not None:
+            return entry
+        parked = self._parked[tier][group]
+        for entry in parked:
+            if any(copy is not None and self.is_unwritten(copy) for copy in entry.node.entries[tier]):
+                del parked[entry]
+                return entry
+        return None
+
     def _is_nearest(self, entry: Entry) -> bool:
         """Whether it is the copy of a full-attention object that a hold on the page protects."""
         is_full = self._full_mask >> entry.group & 1
@@ -109,28 +158,39 @@ class Room:
 
     # -- eviction ----------------------------------------------------------------------------------------------------
 
-    def _evict_one(self, tier: Tier, group: int) -> bool:
-        queue, parked = self._eviction[tier][group], self._parked[tier][group]
+    def _evict_one(self, tier: Tier, group: int, *, may_lose: bool) -> bool:
+        may_lose = may_lose or not self.spares_unwritten
+        queues = (self._eviction, self._unwritten) if may_lose else (self._eviction,)
+        return any(self._evict_oldest(queue[tier][group], may_lose=may_lose) for queue in queues) or (
+            self._evict_subtree(self._parked[tier][group], may_lose=may_lose)
+        )
+
+    def _evict_oldest(self, queue: EvictionPolicy[Entry], *, may_lose: bool) -> bool:
+        """Evict the first one of a queue that can go without anything below its page; park those before it."""
         while (entry := queue.pop()) is not None:
             node = entry.node
             if not self._is_last(entry):
                 self._evict(entry)
                 self._tree.prune(node)
                 return True
-            if not node.children and not self._is_busy(node):
+            if not node.children and self._may_drop(node, may_lose=may_lose):
                 self._drop([node])
                 return True
-            parked[entry] = None
+            self._parked[entry.tier][entry.group][entry] = None
             node.has_parked = True
-        idle: dict[Node, bool] = {}
-        for entry in parked:  # only pages with something below them are left: they go with all of it
-            if self._is_idle(entry.node, idle):
+        return False
+
+    def _evict_subtree(self, parked: Iterable[Entry], *, may_lose: bool) -> bool:
+        """Evict a page with all that is below it: only such pages are parked."""
+        known: dict[Node, bool] = {}
+        for entry in parked:
+            if self._may_drop_subtree(entry.node, known, may_lose=may_lose):
                 self._drop(self._subtree(entry.node))
                 return True
         return False
 
-    def _is_idle(self, top: Node, known: dict[Node, bool]) -> bool:
-        """Whether neither ``top`` nor anything below it is busy. ``known`` keeps answers, so that many calls together
+    def _may_drop_subtree(self, top: Node, known: dict[Node, bool], *, may_lose: bool) -> bool:
+        """Whether ``top`` and all that is below it may be dropped. ``known`` keeps answers, so that many calls together
         look at each node once."""
         stack = [top]
         while stack:
@@ -138,12 +198,14 @@ class Room:
             if unknown := [child for child in node.children if child not in known]:
                 stack += unknown
                 continue
-            known[node] = not self._is_busy(node) and all(known[child] for child in node.children)
+            known[node] = self._may_drop(node, may_lose=may_lose) and all(known[child] for child in node.children)
             stack.pop()
         return known[top]
 
     def _evict(self, entry: Entry) -> None:
         self.evicted[entry.tier][entry.group] += 1
+        if self.is_unwritten(entry) and not (entry.tier is Tier.L2 and entry.node.masks[Tier.L1] >> entry.group & 1):
+            self._lost[self._lost_names[entry.tier][entry.group]] += self._page_tokens
         self._tree.retract(entry)
 
     @staticmethod
@@ -158,6 +220,12 @@ class Room:
         bit = 1 << entry.group
         other = entry.node.masks[1 - entry.tier]
         return bool(self._full_mask & bit) and not other & bit
+
+    def _may_drop(self, node: Node, *, may_lose: bool) -> bool:
+        if self._is_busy(node):
+            return False
+        entries = (entry for entries in node.entries for entry in entries if entry is not None)
+        return may_lose or not any(map(self.is_unwritten, entries))
 
     @staticmethod
     def _is_busy(node: Node) -> bool:

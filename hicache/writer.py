@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from hicache.index import Index
@@ -18,18 +18,23 @@ from hicache.stats import DirectoryStats
 
 @dataclass(frozen=True, slots=True)
 class WriterLimits:
-    """Bounds of the way down. ``store_share`` is the part of each L2 pool that may be on its way to L3 at a time."""
+    """Bounds of the way down. ``store_share`` is the part of each L2 pool that may be on its way to L3 at a time.
+
+    ``retry_interval_s`` is how long nothing is written ahead of need over a leg on which something has failed.
+    """
 
     has_l2: bool
     has_l3: bool
     job_items_max: int = 32
     store_share: float = 0.5
     confirm_interval_s: float = 60.0
+    retry_interval_s: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
 class _PageCopy:
     node: Node
+    is_bound_for_l3: bool
     sources: tuple[Entry, ...]  # pinned until the copy ends
     targets: tuple[int, ...]  # L2 handles
 
@@ -37,7 +42,7 @@ class _PageCopy:
 class Writer:
     """All groups of a page go down together: the page is published in L2 when each of them has arrived, or not at all.
 
-    A page goes down only after its parent (or with it, in order), so that L3 holds no page that cannot be reached.
+    A page goes to L3 only after its parent (or with it, in order), so that L3 holds no page that cannot be reached.
     """
 
     def __init__(
@@ -51,47 +56,112 @@ class Writer:
         capacities = [pool.capacity for pool in index.pools[Tier.L2]]
         self._storing_max = [max(1, int(limits.store_share * capacity)) for capacity in capacities]
         self._storing = [0] * len(capacities)  # L2 slots on their way to L3, by group
+        self._copying = [0] * len(capacities)  # L1 slots on their way to L2, by group
+        self._bound: set[Node] = set()  # under write-back: pages that shall go to L3, and have not been sent there
+        self._paused_until_s = [0.0, 0.0]  # the leg below each tier
+        self._is_write_back = policy.ahead_share > 0
         self._queue: OrderedDict[Node, None] = OrderedDict()  # pages that wait for their turn to L3, ancestors first
         self._queue_max = 2 * sum(capacities)  # at most half of it has something in L2
 
-    def write(self, path: Iterable[Node]) -> int:
-        """Send down what of these consecutive pages is not below yet. Returns how many need no more looking at.
+    # -- what goes down ----------------------------------------------------------------------------------------------
+
+    def touch(self, keys: Sequence[bytes]) -> bool:
+        """A request uses these pages for the first time. Returns whether more may go down because of that."""
+        has_changed = self._policy.touch(keys)
+        if has_changed:
+            self._stats.skipped["backup.not_admitted"] += len(keys) - self._policy.admits(keys)
+        return has_changed
+
+    def write(self, keys: Sequence[bytes]) -> int:
+        """Send down what of these consecutive pages is not below yet, as far as the policy admits them.
+
+        Returns how many need no more looking at: see ``send_down``.
+        """
+        if not self._limits.has_l2:
+            return 0
+        nodes = map(self._index.nodes.get, keys[: self._policy.admits(keys)])
+        return self.send_down(node for node in nodes if node is not None)
+
+    def send_down(self, path: Iterable[Node]) -> int:
+        """Send down what of these pages, each after its parent, is not below yet. Returns how many have been seen to.
 
         Stops at the first page that finds no room, or whose parent is not below: a later call tries again.
         """
         copies: list[_PageCopy] = []
         stores: list[Node] = []
         done = 0
-        for node in path if self._limits.has_l2 else ():
+        for node in path:
             if not self._is_parent_below(node):
                 break
-            wanted = node.masks[Tier.L1] & ~(node.masks[Tier.L2] | node.copying | node.in_l3)
-            if wanted and self._policy.backs_up(node.key):
-                copy = self._prepare(node, wanted)
+            wanted = self._lacking_below(node)
+            if wanted:
+                copy = self._prepare(node, wanted, is_bound_for_l3=True)
                 if copy is None:
                     self._stats.skipped["backup.no_host_capacity"] += 1
                     break
                 copies.append(copy)
-            if node.masks[Tier.L2] & ~(node.in_l3 | node.storing):
+            if self._unstored(node):
                 stores.append(node)
+            if self._is_write_back and (wanted or self._unstored(node)):
+                self._bound.add(node)
             done += 1
-        for batch in batches(copies, self._limits.job_items_max):
-            self._copy_down(batch)
+        self._copy_down(copies)
         self._store(stores)
         return done
+
+    def demote(self, node: Node) -> bool:
+        """Copy to L2, and no further, what of a page that is to be evicted from L1 is not below. False without room."""
+        copy = self._prepare(node, self._lacking_below(node), is_bound_for_l3=False)
+        if copy is not None:
+            self._copy_down([copy])
+        return copy is not None
+
+    def under_way(self, tier: Tier) -> Sequence[int]:
+        """Slots of ``tier`` whose bytes are being copied to the tier below, by group."""
+        return self._copying if tier is Tier.L1 else self._storing
+
+    @property
+    def is_storing(self) -> bool:
+        """Whether something is on its way to L3."""
+        return bool(self._bound) or any(self._storing)
+
+    def is_paused(self, tier: Tier) -> bool:
+        """Whether something has just failed on the way down from ``tier``."""
+        return self._index.now_s < self._paused_until_s[tier]
+
+    def forget_stranded(self) -> None:
+        """With nothing under way, what was to follow something that failed is not waited for."""
+        if not (any(self._copying) or any(self._storing)):
+            self._bound.clear()
+
+    def resume(self) -> None:
+        """Try again whatever has failed."""
+        self._paused_until_s = [0.0, 0.0]
+
+    def lacks_in_l3(self, node: Node) -> bool:
+        """Whether L3 neither has, nor is about to get, what a page after ``node`` needs of it."""
+        full = self._index.rule.full_mask
+        return (node.in_l3 | node.storing) & full != full
+
+    @staticmethod
+    def _lacking_below(node: Node) -> int:
+        """The groups of ``node`` that are in L1, and neither below nor on their way there."""
+        return node.masks[Tier.L1] & ~(node.masks[Tier.L2] | node.copying | node.in_l3)
 
     def _is_parent_below(self, node: Node) -> bool:
         parent, full = node.parent, self._index.rule.full_mask
         return parent is None or (parent.masks[Tier.L2] | parent.copying | parent.in_l3) & full == full
 
-    def _prepare(self, node: Node, wanted: int) -> _PageCopy | None:
+    # -- L1 to L2 ----------------------------------------------------------------------------------------------------
+
+    def _prepare(self, node: Node, wanted: int, *, is_bound_for_l3: bool) -> _PageCopy | None:
         """Room in L2 for the groups in ``wanted``, all or none, with their sources pinned."""
         sources = tuple(
             self._index.pin(entry) for entry in node.entries[Tier.L1] if entry is not None and wanted >> entry.group & 1
         )
         targets: list[int] = []
         for entry in sources:
-            handles = self._index.acquire(Tier.L2, entry.group, 1)
+            handles = self._index.acquire(Tier.L2, entry.group, 1, patient=True)
             if handles is None:
                 for source, handle in zip(sources, targets, strict=False):
                     self._index.release(Tier.L2, source.group, [handle])
@@ -99,9 +169,15 @@ class Writer:
                 return None
             targets += handles
         node.copying |= wanted
-        return _PageCopy(node, sources, tuple(targets))
+        for source in sources:
+            self._copying[source.group] += 1
+        return _PageCopy(node, is_bound_for_l3, sources, tuple(targets))
 
     def _copy_down(self, copies: Sequence[_PageCopy]) -> None:
+        for batch in batches(copies, self._limits.job_items_max):
+            self._emit_backup(batch)
+
+    def _emit_backup(self, copies: Sequence[_PageCopy]) -> None:
         items = tuple(
             CopyItem(source.group, slot_of(source.handle), slot_of(target))
             for copy in copies
@@ -118,19 +194,25 @@ class Writer:
             page_outcomes = outcomes[position : position + len(copy.sources)]
             position += len(copy.sources)
             self._stats.count("backup", (source.group for source in copy.sources), page_outcomes)
-            if self._land(copy, complete=all(outcome.is_ok for outcome in page_outcomes)):
+            if not self._land(copy, complete=all(outcome.is_ok for outcome in page_outcomes)):
+                self._pause(Tier.L1)
+                self._bound.discard(copy.node)
+            elif copy.is_bound_for_l3:
                 stores.append(copy.node)
         self._store(stores)
 
     def _land(self, copy: _PageCopy, *, complete: bool) -> bool:
         for source, target in zip(copy.sources, copy.targets, strict=True):
             copy.node.copying &= ~(1 << source.group)
+            self._copying[source.group] -= 1
             if complete and copy.node.entries[Tier.L2][source.group] is None:
                 self._index.publish(copy.node, Tier.L2, source.group, target)
             else:
                 self._index.release(Tier.L2, source.group, [target])
         self._index.unpin_all(list(copy.sources))
         return complete
+
+    # -- L2 to L3 ----------------------------------------------------------------------------------------------------
 
     def _store(self, nodes: Sequence[Node]) -> None:
         """Queue for L3 what L2 has of ``nodes``, and send what the share of L2 allows."""
@@ -156,9 +238,17 @@ class Writer:
                 self._stats.skipped["store.unreachable_in_l3"] += 1
                 continue
             entries += self._reserve(node, wanted)
-            self._queue.update(dict.fromkeys(filter(self._unstored, node.children)))
+            self._bound.discard(node)
+            self._queue.update(dict.fromkeys(self._followers(node)))
         for batch in batches(entries, self._limits.job_items_max):
             self._send(batch)
+
+    def _followers(self, node: Node) -> Iterator[Node]:
+        """What waits below a page for that to be sent to L3."""
+        return (child for child in node.children if self._unstored(child) and self._is_wanted_in_l3(child))
+
+    def _is_wanted_in_l3(self, node: Node) -> bool:
+        return not self._is_write_back or node in self._bound
 
     @staticmethod
     def _unstored(node: Node) -> int:
@@ -197,10 +287,16 @@ class Writer:
             self._storing[entry.group] -= 1
             node.storing &= ~bit
             if outcome.is_ok:
-                node.in_l3 |= bit
-                node.confirmed_at_s = self._index.now_s
+                self._index.stored(node, bit)
+            else:
+                self._pause(Tier.L2)
             self._index.unpin(entry)
         self._send_queued()
+
+    def _pause(self, tier: Tier) -> None:
+        self._paused_until_s[tier] = self._index.now_s + self._limits.retry_interval_s
+
+    # -- what L3 still has -------------------------------------------------------------------------------------------
 
     def confirm(self, path_backwards: Iterable[Node]) -> None:
         """Ask L3 whether it still has what it once acknowledged of a path that is used again, and store what is gone.
@@ -232,6 +328,8 @@ class Writer:
         self._stats.count("confirm", (group for _, group in parts), outcomes)
         gone = [part for part, outcome in zip(parts, outcomes, strict=True) if outcome is Outcome.ABSENT]
         for node, group in gone:
-            node.in_l3 &= ~(1 << group)
+            self._index.gone_from_l3(node, 1 << group)
         if gone:
-            self.write(node for node in path if self._index.nodes.get(node.key) is node)
+            last = max(node.page for node, _ in parts)
+            here = (node for node in path if node.page <= last and self._index.nodes.get(node.key) is node)
+            self.send_down(here)

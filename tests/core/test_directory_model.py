@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 
 import pytest
 from hypothesis import settings
@@ -13,7 +14,7 @@ from hicache.jobs import Job
 from hicache.outcome import Outcome
 from hicache.spec import Group
 from tests.core.simulated_executor import Fault, no_fault
-from tests.core.world import MODELS, PAGE, Live, World
+from tests.core.world import MODELS, PAGE, POLICIES, Live, World
 
 TOKENS = st.lists(st.integers(0, 1), max_size=13)
 FAULTS = st.sampled_from([0, 0, 0]) | st.integers(0, 255)
@@ -43,6 +44,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         ranks=st.integers(1, 2),
         share=st.sampled_from([0.2, 0.5, 1.0]),
         job_items_max=st.sampled_from([1, 2, 16]),
+        policy=st.sampled_from(list(POLICIES)),
     )
     def start(
         self,
@@ -53,6 +55,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         ranks: int,
         share: float,
         job_items_max: int,
+        policy: str,
     ) -> None:
         self.world = World(
             groups,
@@ -64,6 +67,7 @@ class DirectoryMachine(RuleBasedStateMachine):
             prefetch_l2_share=share,
             store_l2_share=share,
             seconds_per_request=25.0,
+            policy=POLICIES[policy],
         )
 
     @rule(target=requests, tokens=TOKENS)
@@ -72,20 +76,32 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(live=requests)
     def prefetch(self, live: Live) -> None:
-        self.world.prefetch(live)
+        if live in self.world.live:
+            self.world.prefetch(live)
 
-    @rule(live=requests)
-    def load(self, live: Live) -> None:
-        self.world.load(live)
+    @rule(live=requests, patient=st.booleans())
+    def load(self, live: Live, patient: bool) -> None:
+        if live in self.world.live:
+            self.world.load(live, patient=patient)
+
+    @rule()
+    def restart(self) -> None:
+        self.world.restart()
+
+    @rule()
+    def flush(self) -> None:
+        self.world.directory.flush()
+        self.world.executor.collect()
 
     @rule(live=requests, tokens=st.lists(st.integers(0, 1), max_size=3))
     def append(self, live: Live, tokens: list[int]) -> None:
-        if live.record.is_loaded:
+        if live in self.world.live and live.record.is_loaded:
             self.world.append(live, tokens)
 
-    @rule(live=requests, pages=st.integers(0, 3), snapshot=st.booleans(), faults=FAULTS)
-    def compute(self, live: Live, pages: int, snapshot: bool, faults: int) -> None:
-        self.world.compute(live, pages=pages, snapshot=snapshot, fault=faults_of(faults))
+    @rule(live=requests, pages=st.integers(0, 3), snapshot=st.booleans(), faults=FAULTS, patient=st.booleans())
+    def compute(self, live: Live, pages: int, snapshot: bool, faults: int, patient: bool) -> None:
+        if live in self.world.live:
+            self.world.compute(live, pages=pages, snapshot=snapshot, fault=faults_of(faults), patient=patient)
 
     @rule(tokens=TOKENS, snapshot=st.booleans(), faults=FAULTS)
     def serve(self, tokens: list[int], snapshot: bool, faults: int) -> None:
@@ -93,7 +109,8 @@ class DirectoryMachine(RuleBasedStateMachine):
 
     @rule(live=consumes(requests))
     def release(self, live: Live) -> None:
-        self.world.release(live)
+        if live in self.world.live:
+            self.world.release(live)
 
     @rule(tokens=TOKENS)
     def another_engine_stores(self, tokens: list[int]) -> None:
@@ -128,7 +145,7 @@ TestDirectoryMachine = DirectoryMachine.TestCase
 class RandomWalk:
     """Long runs, from a seed."""
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, *, policy: str = "write_through") -> None:
         self.random = random.Random(seed)
         self.is_faulty = self.random.random() < 0.6
         has_l2 = self.random.random() < 0.8
@@ -142,6 +159,7 @@ class RandomWalk:
             prefetch_l2_share=self.random.choice([0.1, 0.5, 1.0]),
             store_l2_share=self.random.choice([0.1, 0.5, 1.0]),
             seconds_per_request=self.random.choice([0.0, 25.0, 100.0]),
+            policy=POLICIES[policy],
         )
         self.trunks = [self.tokens(24) for _ in range(2)]
 
@@ -174,9 +192,10 @@ class RandomWalk:
             if self.random.random() < 0.7:
                 world.prefetch(live)
         elif choice < 0.60:
-            world.load(live)
+            world.load(live, patient=choice < 0.52)
         elif choice < 0.80:
-            world.compute(live, pages=self.random.randrange(4), snapshot=self.random.random() < 0.6, fault=self.fault())
+            pages, snapshot = self.random.randrange(4), self.random.random() < 0.6
+            world.compute(live, pages=pages, snapshot=snapshot, fault=self.fault(), patient=choice < 0.70)
         elif choice < 0.90:
             world.release(live)
         elif choice < 0.92 and live.record.is_loaded:
@@ -192,13 +211,19 @@ class RandomWalk:
             world.forget_in_l3(self.random.randrange(1000))
         elif choice < 0.98:
             world.run_all()
+        elif choice < 0.983:
+            world.restart()
+        elif choice < 0.986:
+            world.directory.flush()
+            world.executor.collect()
         else:
             world.serve(self.prompt(), snapshot=True, fault=self.fault())
 
 
-@pytest.mark.parametrize("seed", range(40))
-def test_a_long_random_life_breaks_nothing_and_leaks_nothing(seed: int) -> None:
-    walk = RandomWalk(seed)
+@pytest.mark.parametrize("policy", list(POLICIES))
+@pytest.mark.parametrize("seed", range(20))
+def test_a_long_random_life_breaks_nothing_and_leaks_nothing(seed: int, policy: str) -> None:
+    walk = RandomWalk(seed, policy=policy)
     for _ in range(300):
         walk.step()
         walk.world.check()
@@ -207,15 +232,18 @@ def test_a_long_random_life_breaks_nothing_and_leaks_nothing(seed: int) -> None:
 
 def test_the_random_lives_reach_what_they_are_for() -> None:
     """A positive control: over the seeds every tier is hit, everything fails at times, and nothing is vacuous."""
-    served: dict[str, int] = {}
+    served: Counter[str] = Counter()
+    lost: Counter[str] = Counter()
     objects: set[str] = set()
     for seed in range(12):
-        walk = RandomWalk(seed)
+        walk = RandomWalk(seed, policy=list(POLICIES)[seed % 3])
         for _ in range(300):
             walk.step()
-        for source, tokens in walk.world.directory.stats.tokens_by_source.items():
-            served[source] = served.get(source, 0) + tokens
-        objects |= set(walk.world.directory.stats.objects)
+        for stats in walk.world.lives:
+            served += stats.tokens_by_source
+            lost += stats.tokens_lost
+            objects |= set(stats.objects)
     assert min(served[source] for source in ("l1", "l2", "l3", "computed")) > 5 * PAGE
+    assert lost["l1.attn"] > 5 * PAGE
     legs = ("backup", "store", "fetch", "load", "restore", "snapshot", "reset")
     assert objects >= {f"{leg}.{outcome}" for leg in legs for outcome in ("ok", "io_error")}

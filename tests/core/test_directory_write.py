@@ -37,8 +37,13 @@ class DropsSome:
     def __init__(self, *refused: bytes) -> None:
         self.refused = refused
 
-    def backs_up(self, block_key: bytes) -> bool:
-        return block_key not in self.refused
+    ahead_share = 0.0
+
+    def touch(self, keys: list[bytes]) -> bool:
+        return False
+
+    def admits(self, keys: list[bytes]) -> int:
+        return next((page for page, key in enumerate(keys) if key in self.refused), len(keys))
 
 
 def test_br_067_a_policy_that_refuses_a_page_leaves_no_hole_below_it() -> None:

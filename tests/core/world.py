@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from hicache.directory import Directory, DirectoryConfig
-from hicache.jobs import CopyKind
+from hicache.jobs import CopyKind, StoreJob
 from hicache.keys import BlockKeys
 from hicache.node import Entry, Keep, Tier
+from hicache.policies.write import WriteBack, WritePolicy, WriteThrough, WriteThroughSelective
 from hicache.request import RequestRecord
 from hicache.slots import slot_of
 from hicache.spec import CacheSpec, Group, PagedGroup, StateField, StateGroup
+from hicache.stats import DirectoryStats
 from tests.core.simulated_executor import EMPTY, Fault, SimulatedExecutor, no_fault
 
 PAGE = 2
@@ -31,6 +33,12 @@ MODELS: list[tuple[Group, ...]] = [
     (STATE,),
     (FULL, WINDOW, STATE, CONV),
 ]
+
+POLICIES: dict[str, Callable[[], WritePolicy]] = {
+    "write_through": WriteThrough,
+    "write_through_selective": lambda: WriteThroughSelective(2, remembered_pages=64),
+    "write_back": lambda: WriteBack(ahead_share=0.3),
+}
 
 
 @dataclass(eq=False)
@@ -57,6 +65,7 @@ class World:
         l2: int | tuple[int, ...] = 0,
         job_items_max: int = 16,
         seconds_per_request: float = 0.0,
+        policy: Callable[[], WritePolicy] = WriteThrough,
         **config: object,
     ) -> None:
         self.spec = CacheSpec("m", "r", groups, page_tokens=PAGE)
@@ -67,17 +76,43 @@ class World:
         )
         settings = {"has_l3": any(l2_slots), "prefetch_threshold_tokens": 0} | config
         self.config = DirectoryConfig(l1_slots, l2_slots, **settings)  # type: ignore[arg-type]
-        self.directory = Directory(self.spec, self.config)
-        self.prefetcher, self.writer = self.directory._prefetcher, self.directory._writer  # their budgets are checked
-        self.prefetcher._limits = replace(self.prefetcher._limits, job_items_max=job_items_max)
-        self.writer._limits = replace(self.writer._limits, job_items_max=job_items_max)
-        self.executor = SimulatedExecutor(self.spec, self.directory, ranks=self.config.ranks)
+        self.lives: list[DirectoryStats] = []  # one for each start
+        self.policy = policy
+        self.job_items_max = job_items_max
+        self.begin()
         self.seconds_per_request = seconds_per_request
         self.now_s = 0.0
         self.steps = 0
         self.live: list[Live] = []
         self.truth: dict[bytes, tuple[int, ...]] = {}
         self.is_l3_whole = True  # no object was lost on its way to L3 or in it
+
+    def begin(self) -> None:
+        """An engine has started: nothing is in L1 and L2."""
+        self.directory = Directory(self.spec, self.config, write_policy=self.policy())
+        self.lives.append(self.directory.stats)
+        self.lost: Counter[str] = Counter()
+        self._retract = self.directory.index.retract
+        self.directory.index.retract = self.count_lost  # type: ignore[method-assign]
+        self.prefetcher, self.writer = self.directory._prefetcher, self.directory._writer  # their budgets are checked
+        self.prefetcher._limits = replace(self.prefetcher._limits, job_items_max=self.job_items_max)
+        self.writer._limits = replace(self.writer._limits, job_items_max=self.job_items_max)
+        self.executor = SimulatedExecutor(self.spec, self.directory, ranks=self.config.ranks)
+
+    def count_lost(self, entry: Entry) -> None:
+        """An entry is evicted: tokens are lost with the last copy of an object that is not below."""
+        is_last = entry.node.entries[1 - entry.tier][entry.group] is None
+        if is_last and self.is_unwritten(entry):
+            self.lost[f"{entry.tier.name.lower()}.{self.spec.groups[entry.group].name}"] += PAGE
+        self._retract(entry)
+
+    def restart(self) -> None:
+        """The engine dies and starts again: L3 keeps what has arrived, jobs under way have done nothing."""
+        l3 = self.executor.l3
+        self.is_l3_whole &= not self.executor.waiting_for(StoreJob)
+        self.live.clear()
+        self.begin()
+        self.executor.l3 = l3
 
     # -- what engines do ---------------------------------------------------------------------------------------------
 
@@ -103,8 +138,8 @@ class World:
         self.directory.prefetch(live.record)
         self.executor.collect()
 
-    def load(self, live: Live) -> None:
-        self.directory.load(live.record)
+    def load(self, live: Live, *, patient: bool = False) -> None:
+        self.directory.load(live.record, patient=patient)
         self.executor.collect()
 
     def append(self, live: Live, tokens: list[int]) -> None:
@@ -112,14 +147,17 @@ class World:
         live.tokens = live.tokens + tokens
         self.directory.append(live.record, self.page_keys(live.tokens)[before:], token_count=len(live.tokens))
 
-    def compute(self, live: Live, *, pages: int, snapshot: bool, fault: Fault = no_fault) -> bool:
+    def compute(
+        self, live: Live, *, pages: int, snapshot: bool, fault: Fault = no_fault, patient: bool = False
+    ) -> bool:
         """Compute up to ``pages`` further full pages and store them. False when not loaded, or L1 has no room."""
         record = live.record
         if not record.is_loaded:
             return False
         live.computed = max(live.computed, record.loaded_pages * PAGE)
         target = min(live.computed + pages * PAGE, len(live.tokens) // PAGE * PAGE)
-        if not self.directory.extend(record, tokens=target):
+        if not self.directory.extend(record, tokens=target, patient=patient):
+            self.executor.collect()
             return False
         for page in range(live.computed // PAGE, target // PAGE):
             for group, table in enumerate(record.tables):
@@ -140,22 +178,30 @@ class World:
         self.live.remove(live)
         self.executor.collect()
 
-    def serve(self, tokens: list[int], *, snapshot: bool = True, fault: Fault = no_fault) -> Live:
-        """A whole request, page by page. Returns what it was when it was over."""
+    def serve(
+        self, tokens: list[int], *, snapshot: bool = True, fault: Fault = no_fault, patient: bool = False
+    ) -> Live:
+        """A whole request, page by page; a patient one waits for copies. Returns what it was when it was over."""
         live = self.open(tokens)
         self.prefetch(live)
         self.run_all(fault)
-        self.load_whole(live, fault)
-        while live.computed < len(tokens) // PAGE * PAGE and self.compute(live, pages=1, snapshot=snapshot):
-            pass
+        self.load_whole(live, fault, patient=patient)
+        while live.computed < len(tokens) // PAGE * PAGE:
+            if self.compute(live, pages=1, snapshot=snapshot, patient=patient):
+                continue
+            if not patient:
+                break
+            self.run_all(fault)
+            if not self.compute(live, pages=1, snapshot=snapshot):
+                break
         self.release(live)
         self.run_all(fault)
         return live
 
-    def load_whole(self, live: Live, fault: Fault = no_fault) -> None:
-        """Ask for the load until it is there, five times at most."""
-        for _ in range(5):
-            self.load(live)
+    def load_whole(self, live: Live, fault: Fault = no_fault, *, patient: bool = False) -> None:
+        """Ask for the load until it is there, five times at most; the last time without patience."""
+        for attempt in range(5):
+            self.load(live, patient=patient and attempt < 4)
             self.run_all(fault)
             if live.record.is_loaded:
                 return
@@ -251,11 +297,20 @@ class World:
         for tier, group, entry in self.entries():
             is_nearest = tier is Tier.L1 or not entry.node.masks[Tier.L1] >> group & 1
             is_held = bool(full >> group & 1 and is_nearest and entry.node.held)
-            is_waiting = entry in index._room._eviction[tier][group]
-            is_parked = entry in index._room._parked[tier][group]
-            assert is_waiting + is_parked == (not entry.pins and not is_held)
+            queues = index._room._eviction, index._room._unwritten, index._room._parked
+            is_waiting, is_spared, is_parked = (entry in queue[tier][group] for queue in queues)
+            assert is_waiting + is_spared + is_parked == (not entry.pins and not is_held)
+            if is_waiting or is_spared:
+                assert is_spared == (index._room.spares_unwritten and self.is_unwritten(entry))
         for live in self.live:
             self.check_what_was_found(live)
+
+    def is_unwritten(self, entry: Entry) -> bool:
+        """Whether this is the lowest copy of its object, as far as has been acknowledged, in a tier that is not."""
+        below = entry.node.in_l3 >> entry.group & 1
+        if entry.tier is Tier.L1:
+            return any(self.config.l2_slots) and not below and entry.node.entries[Tier.L2][entry.group] is None
+        return self.config.has_l3 and not below
 
     def check_what_was_found(self, live: Live) -> None:
         """What a request was told to have stays where it was, or comes nearer; what it has loaded stays in L1."""
@@ -325,6 +380,7 @@ class World:
         )
         assert stats.tokens_requested == sum(stats.tokens_by_source.values())
         assert stats.prefetch_in_flight >= 0
+        assert stats.tokens_lost == self.lost
 
     def check_nothing_leaked(self) -> None:
         """With no job under way, slots and pins are exactly those of entries and of requests that are alive."""
@@ -359,6 +415,7 @@ class World:
                     held[group] += 1
         assert self.prefetcher._held == held
         assert not any(self.writer._storing)
+        assert not any(self.writer._copying)
         assert not self.writer._queue
 
     def check_l3_has_no_holes(self) -> None:
