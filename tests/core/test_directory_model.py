@@ -91,6 +91,10 @@ class DirectoryMachine(RuleBasedStateMachine):
     def serve(self, tokens: list[int], snapshot: bool, faults: int) -> None:
         self.world.serve(tokens, snapshot=snapshot, fault=faults_of(faults & faults >> 1))
 
+    @rule(live=requests)
+    def write_again(self, live: Live) -> None:
+        self.world.write_again(live)
+
     @rule(live=consumes(requests))
     def release(self, live: Live) -> None:
         self.world.release(live)
@@ -177,6 +181,8 @@ class RandomWalk:
             world.load(live)
         elif choice < 0.80:
             world.compute(live, pages=self.random.randrange(4), snapshot=self.random.random() < 0.6, fault=self.fault())
+        elif choice < 0.82:
+            world.write_again(live)
         elif choice < 0.90:
             world.release(live)
         elif choice < 0.92 and live.record.is_loaded:
