@@ -193,6 +193,21 @@ def test_decode_that_starts_before_the_store_is_done_uses_what_is_whole_and_the_
     assert pair.run_prefill(history, reference).stored == Stored(whole_pages(150), is_complete=True)
 
 
+def test_a_daemon_that_dies_in_the_middle_of_a_store_is_given_the_rest_when_it_is_back(pair: Pair) -> None:
+    history = pair.prompt(150)
+    reference = pair.reference(history)
+    pair.prefill.ask(HoldPuts(5))
+    assert not pair.run_prefill(history, reference, handover_timeout_s=0.1).stored.is_complete
+    pair.daemon.kill()
+    pair.prefill.ask(LetPutsGo())
+    assert pair.run_prefill(history, reference).stored == Stored(0, is_complete=False), "it did not wait for the dead"
+    pair.daemon.start()
+    assert pair.prefill.ask(AwaitL3())
+    assert pair.decode.ask(AwaitL3())
+    assert pair.run_prefill(history, reference).stored == Stored(whole_pages(150), is_complete=True)
+    assert pair.run_decode(history, reference).restored.tokens == whole_pages(150)
+
+
 @pytest.mark.parametrize("objects", [1, 8, 13, 20])
 def test_br_139_what_a_killed_prefill_engine_had_stored_of_a_prompt_is_used_up_to_a_whole_boundary(
     objects: int, pair: Pair
