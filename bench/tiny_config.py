@@ -101,8 +101,11 @@ class TinyConfig:
             StateField("ring_d", (ring, heads, values), "float32", transient=True),
             StateField("ring_k", (ring, heads, keys), "float32", transient=True),
             StateField("ring_g", (ring, heads), "float32", transient=True),
+            StateField("ring_rawv", (ring, heads, values), "float32", transient=True),
+            StateField("ring_rawk", (ring, heads, keys), "float32", transient=True),
+            StateField("ring_beta", (ring, heads), "float32", transient=True),
             StateField("ring_conv", (ring, self.conv_channels), "float32", transient=True),
-            StateField("ring_count", (1,), "int32", transient=True),
+            StateField("ring_count", (2,), "int32", transient=True),
         )
 
     def _identity(self) -> tuple[tuple[str, FieldValue], ...]:

@@ -95,7 +95,7 @@ class TinyHybrid:
     def draft(self, view: SequenceView, tokens: Sequence[int], position: int) -> torch.Tensor:
         """Computes ``tokens`` tentatively, after what is pending. Returns the logits of each, [len(tokens), vocab].
 
-        Writes their rows of the pages and appends their updates to the ring; the conv and temporal state stay.
+        Writes their rows of the pages and appends what they bring to the ring; the conv and temporal state stay.
         Raises UsageError when the ring has no room for them: nothing has changed then.
         """
         pending = ring.pending_count(view)
@@ -105,7 +105,7 @@ class TinyHybrid:
         with torch.inference_mode():
             ring.replay(view, layers)
             for layer in layers:
-                layer.updates = []
+                layer.drafts = []
             logits = self._run(view, tokens, position, layers, logit_rows=len(tokens))
             ring.append(view, layers)
         return logits

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from hicache.daemon.config import DaemonConfig
+from hicache.daemon.deployments import Deployments, read_membership
 from hicache.daemon.namespaces import KnownNamespaces, check_key_hash, read_descriptor
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session, Sessions
@@ -33,14 +36,16 @@ class Hellos:
         self._tenants = tenants
         self._sessions = sessions
         self._namespaces = KnownNamespaces()
+        self._deployments = Deployments()
 
     @property
     def tenant_count(self) -> int:
         """How many tenants this daemon has."""
         return self._tenants.count
 
-    def welcome(self, hello: pb.Hello, *, peer: str) -> tuple[Session, pb.Welcome]:
-        """The session behind a hello and the answer to it. Raises Refusal."""
+    @contextmanager
+    def welcomed(self, hello: pb.Hello, *, peer: str) -> Iterator[tuple[Session, pb.Welcome]]:
+        """The session behind a hello, and the answer to it; it ends with the context. Raises Refusal."""
         if hello.protocol_version != PROTOCOL_VERSION:
             raise Refusal(
                 RefusalCode.PROTOCOL_VERSION,
@@ -50,13 +55,20 @@ class Hellos:
         tenant = self._tenants.authenticate(hello.token)
         descriptor = read_descriptor(hello.namespace_descriptor, hello.namespace_digest)
         check_key_hash(descriptor, self._tenants)
-        differences = self._namespaces.meet(tenant, hello.namespace_digest, descriptor)
-        session, secret = self._sessions.open(tenant, _printable(hello.client_name))
-        is_local = peer.startswith("unix")
-        return session, pb.Welcome(
+        membership = read_membership(hello.deployment, descriptor, hello.salt_fingerprint)
+        with self._deployments.joined(tenant, membership):
+            differences = self._namespaces.meet(tenant, hello.namespace_digest, descriptor)
+            session, secret = self._sessions.open(tenant, _printable(hello.client_name))
+            try:
+                yield session, self._welcome(session, secret, differences, is_local=peer.startswith("unix"))
+            finally:
+                self._sessions.end(session, secret)
+
+    def _welcome(self, session: Session, secret: bytes, differences: list[str], *, is_local: bool) -> pb.Welcome:
+        return pb.Welcome(
             session_id=session.session_id,
             session_secret=secret,
-            tenant=tenant.name,
+            tenant=session.tenant.name,
             memory_socket=self._config.memory_socket if is_local else "",
             bulk_socket=self._config.bulk_socket if is_local else "",
             bulk_port=0 if is_local else self._identity.bulk_port,

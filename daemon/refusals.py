@@ -12,6 +12,7 @@ STATUS_OF = {
     RefusalCode.PROTOCOL_VERSION: grpc.StatusCode.FAILED_PRECONDITION,
     RefusalCode.BAD_NAMESPACE: grpc.StatusCode.FAILED_PRECONDITION,
     RefusalCode.KEY_HASH_NOT_ALLOWED: grpc.StatusCode.FAILED_PRECONDITION,
+    RefusalCode.DEPLOYMENT_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
     RefusalCode.MALFORMED: grpc.StatusCode.INVALID_ARGUMENT,
     RefusalCode.BATCH_TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
     RefusalCode.TOO_MANY_SESSIONS: grpc.StatusCode.RESOURCE_EXHAUSTED,

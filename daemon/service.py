@@ -57,12 +57,9 @@ class HiCachedService:
         """Hello, Welcome, and then silence until either side ends the session."""
         async with self._calls.frame("Session", context):
             hello = await self._read_hello(context)
-            session, welcome = self._hellos.welcome(hello, peer=context.peer())
-            try:
+            with self._hellos.welcomed(hello, peer=context.peer()) as (_, welcome):
                 await context.write(pb.SessionEvent(welcome=welcome))
                 await self._until_end(context)
-            finally:
-                self._sessions.end(session, welcome.session_secret)
 
     async def Lookup(self, request: pb.LookupRequest, context: CallContext) -> pb.LookupReply:
         """OK or ABSENT for each key, with a lease on those that are OK if the client wants one."""

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hicache.cache import HiCache, Hit, Request, Restored
+    from hicache.cache import HiCache, Hit, Request, Restored, Stored
     from hicache.errors import ConfigError, HiCacheError, StateNotCommitted, UsageError
     from hicache.policies.prefetch import PrefetchPolicy
     from hicache.spec import CacheSpec, PagedGroup, StateField, StateGroup
@@ -28,11 +28,12 @@ __all__ = [
     "StateField",
     "StateGroup",
     "StateNotCommitted",
+    "Stored",
     "UsageError",
 ]
 
 _MODULES = {
-    **dict.fromkeys(("HiCache", "Hit", "Request", "Restored"), "hicache.cache"),
+    **dict.fromkeys(("HiCache", "Hit", "Request", "Restored", "Stored"), "hicache.cache"),
     **dict.fromkeys(("ConfigError", "HiCacheError", "StateNotCommitted", "UsageError"), "hicache.errors"),
     "PrefetchPolicy": "hicache.policies.prefetch",
     **dict.fromkeys(("CacheSpec", "PagedGroup", "StateField", "StateGroup"), "hicache.spec"),

@@ -47,6 +47,17 @@ class Restored:
     by_source: Mapping[str, int]
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """What another engine can load of a request: ``tokens`` of its usable prefix, acknowledged by L3.
+
+    ``is_complete``: as much as this engine itself could restore.
+    """
+
+    tokens: int
+    is_complete: bool
+
+
 class Request:
     """One sequence, from ``HiCache.match`` to ``HiCache.release``. Used by one thread at a time."""
 
@@ -146,26 +157,34 @@ class HiCache:
         l3: str | None = None,
         l3_capacity_bytes: int = CAPACITY_BYTES_DEFAULT,
         token: str = "",
+        deployment: str = "",
         salt: bytes | None = None,
         device: str = "cpu",
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
     ) -> Self:
-        """Build the pools and connect to L3. Never waits for L3, nor fails when it is away.
+        """Build the pools and connect to L3. Never fails when L3 is away, nor waits for it, but as said below.
 
         ``l3`` is an address (``unix:///run/hicache/hicached.sock``, ``tcp://host:port``), a backend to open in this
         process (``lmdb:///path``, ``file:///path``, of ``l3_capacity_bytes``), or None. ``salt`` keeps what the
         engine's own tenants may not share apart; ``token`` is what hicached knows the engine by. ``write_policy`` is
         ``write_through``, ``write_through_selective``, ``write_back``, or one of hicache.policies.write.
 
+        ``deployment`` names engines that must find each other's state, as a prefill and a decode engine must. While one
+        of them is connected, hicached refuses one with another ``spec`` or ``salt``. This call waits for hicached's
+        first answer, 2 s at most, and raises ConfigError, with the fields that differ, when it is such a refusal, or
+        another one that lasts. A refusal that comes later, since hicached was away, shows in ``l3.status()``.
+
         Raises ConfigError when settings contradict each other or ask for more than there is.
         """
         policy = write_policy_of(write_policy)
         _check_settings(
             counts={"l1_pages": l1_pages, "l1_state_slots": l1_state_slots, "l2_bytes": l2_bytes},
-            texts={"l3": l3, "token": token, "device": device},
+            texts={"l3": l3, "token": token, "deployment": deployment, "device": device},
             salt=salt,
         )
+        if deployment and l3 is None:
+            raise ConfigError("deployment", deployment, "an l3 to share, unix:// or tcp://, or no deployment")
         if l3 is not None and l2_bytes == 0:
             raise ConfigError("l2_bytes", l2_bytes, "more than 0 when l3 is set: L3 reads and writes L2 pages")
         if spec.has_state and l1_state_slots < 1:
@@ -178,7 +197,15 @@ class HiCache:
                 counts = l2_slot_counts(spec, l2_bytes, state_share=l2_state_share)
                 l2 = L2Pool(spec, counts, registrar=registrar_for(l1.device))
             if l3 is not None and l2 is not None:
-                client = open_l3(l3, spec=spec, memory=l2, token=token, capacity_bytes=l3_capacity_bytes)
+                client = open_l3(
+                    l3,
+                    spec=spec,
+                    memory=l2,
+                    token=token,
+                    capacity_bytes=l3_capacity_bytes,
+                    deployment=deployment,
+                    salt=salt,
+                )
             return cls(spec, l1=l1, l2=l2, l3=client, salt=salt, prefetch=prefetch, write_policy=policy)
         except BaseException:
             if client is not None:
@@ -310,6 +337,24 @@ class HiCache:
             )
             self._pump()
 
+    def wait_stored(self, request: Request, *, timeout_s: float) -> Stored:
+        """Wait until L3 has acknowledged what was stored of a loaded request, for another engine to go on from.
+
+        Writes down again what has not been, for want of room or by a fault, as long as that brings anything. Waits up
+        to ``timeout_s``, and no longer than something of the request is on its way.
+        """
+        deadline_s = self._clock() + timeout_s
+        with self._changed:
+            self._check_open()
+            record = self._record_of(request)
+            handover, before = self._directory.handover(record), None
+            while handover != before and not handover.is_complete:
+                self._directory.write_again(record)
+                self._pump()
+                self._wait_while(lambda: self._directory.is_being_written(record), deadline_s=deadline_s)
+                handover, before = self._directory.handover(record), handover
+            return Stored(handover.pages_in_l3 * self.spec.page_tokens, handover.is_complete)
+
     def release(self, request: Request) -> None:
         """The request is over, or given up at whatever point it was. Raises UsageError the second time."""
         with self._changed:
@@ -332,12 +377,17 @@ class HiCache:
         with self._changed:
             self._directory.flush()
             self._pump()
-            while self._directory.open_jobs:
-                left_s = deadline_s - self._clock()
-                if left_s <= 0:
-                    return False
-                self._changed.wait(left_s)
-            return self._directory.is_all_written
+            is_idle = self._wait_while(lambda: self._directory.open_jobs > 0, deadline_s=deadline_s)
+            return is_idle and self._directory.is_all_written
+
+    def _wait_while(self, is_under_way: Callable[[], bool], *, deadline_s: float) -> bool:
+        """False when it still is at the deadline."""
+        while is_under_way():
+            left_s = deadline_s - self._clock()
+            if left_s <= 0:
+                return False
+            self._changed.wait(left_s)
+        return True
 
     def close(self, *, flush_timeout_s: float = 5.0) -> None:
         """Give up what is under way, disconnect, and free L2. Idempotent. No tensor of ``l2`` may be used after.

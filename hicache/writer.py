@@ -298,6 +298,10 @@ class Writer:
 
     # -- what L3 still has -------------------------------------------------------------------------------------------
 
+    def is_under_way(self, node: Node) -> bool:
+        """Whether something of ``node`` is being copied, being stored, or waits for its turn to be."""
+        return bool(node.copying or node.storing or node in self._queue)
+
     def confirm(self, path_backwards: Iterable[Node]) -> None:
         """Ask L3 whether it still has what it once acknowledged of a path that is used again, and store what is gone.
 

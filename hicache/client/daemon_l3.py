@@ -58,16 +58,20 @@ class DaemonL3:
         memory: SharedMemory | None,
         token: str = "",
         client_name: str = "",
+        deployment: str = "",
+        salt: bytes | None = None,
         settings: ClientSettings | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Start connecting to ``address`` (``unix:///path`` or ``tcp://host:port``) and return at once.
 
-        Without ``memory`` only lookups are of use: every range of a get or put is BAD_RANGE. ``clock`` gives seconds,
-        for deadlines of calls and for the breaker. Raises ConfigError for an address that cannot be one.
+        Without ``memory`` only lookups are of use: every range of a get or put is BAD_RANGE. hicached refuses this
+        client while others of its tenant are connected that name the same ``deployment`` and have another spec or
+        ``salt`` (that of the engine's keys: it is only compared). ``clock`` gives seconds, for deadlines of calls and
+        for the breaker. Raises ConfigError for an address that cannot be one.
         """
         self._address = parse_address(address)
-        self._identity = Identity.of(spec, token=token, client_name=client_name)
+        self._identity = Identity.of(spec, token=token, client_name=client_name, deployment=deployment, salt=salt)
         self._memory = memory
         self._settings = settings or ClientSettings()
         self._clock = clock
@@ -86,6 +90,7 @@ class DaemonL3:
             breaker=self._breaker,
             notices=self._notices,
             settings=self._settings,
+            on_refused=self._counters.count_refusal,
         )
 
     def lookup(self, keys: Sequence[bytes], *, timeout_s: float) -> list[Outcome]:
@@ -131,6 +136,14 @@ class DaemonL3:
     def wait_ready(self, *, timeout_s: float) -> bool:
         """Whether hicached is connected, memory and all, within ``timeout_s``. An engine need not wait for this."""
         return self._supervisor.wait_ready(timeout_s=timeout_s)
+
+    def wait_first_answer(self, *, timeout_s: float | None = None) -> Fault | None:
+        """Why the first attempt to connect gave no session; None when it did, or has not ended within ``timeout_s``.
+
+        By default as long as one attempt may take, ``ClientSettings.connect_timeout_s``.
+        """
+        patience_s = self._settings.connect_timeout_s if timeout_s is None else timeout_s
+        return self._supervisor.wait_first_answer(timeout_s=patience_s)
 
     def status(self) -> L3Status:
         """The client as it is now."""

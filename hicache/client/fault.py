@@ -26,6 +26,7 @@ _LASTING = frozenset(
         RefusalCode.PROTOCOL_VERSION,
         RefusalCode.BAD_NAMESPACE,
         RefusalCode.KEY_HASH_NOT_ALLOWED,
+        RefusalCode.DEPLOYMENT_MISMATCH,
         RefusalCode.MALFORMED,
         RefusalCode.NOT_SUPPORTED,
     }

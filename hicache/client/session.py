@@ -17,6 +17,7 @@ from hicache.client.address import DaemonAddress
 from hicache.client.bulk_link import BulkClosed, BulkLinks, BulkRefused
 from hicache.client.fault import NEVER_SENT, Fault, FaultKind, call, fault_of, refusal_fault
 from hicache.client.memory_link import MemoryLink
+from hicache.keys import digest_fields
 from hicache.lease_book import LeaseBook
 from hicache.spec import CacheSpec
 from hicache.wire import hicached_pb2 as wire
@@ -40,8 +41,19 @@ class Identity:
     object_bytes_max: int  # the largest object of the cache description
 
     @classmethod
-    def of(cls, spec: CacheSpec, *, token: str, client_name: str = "") -> Identity:
-        """The identity of an engine that caches ``spec``. ``client_name`` is for logs and status pages."""
+    def of(
+        cls,
+        spec: CacheSpec,
+        *,
+        token: str,
+        client_name: str = "",
+        deployment: str = "",
+        salt: bytes | None = None,
+    ) -> Identity:
+        """The identity of an engine that caches ``spec``. ``client_name`` is for logs and status pages.
+
+        Engines that name one ``deployment`` must have equal specs and salts; of the salt only a hash is told.
+        """
         return cls(
             wire.Hello(
                 protocol_version=PROTOCOL_VERSION,
@@ -49,6 +61,8 @@ class Identity:
                 namespace_digest=spec.namespace,
                 namespace_descriptor=msgspec.msgpack.encode(spec.descriptor),
                 client_name=client_name or f"{socket.gethostname()}:{os.getpid()}",
+                deployment=deployment,
+                salt_fingerprint=digest_fields([("salt", salt)]) if deployment else b"",
             ),
             object_bytes_max=spec.object_bytes_max,
         )

@@ -38,7 +38,7 @@ class L3Status:
     sessions_opened: int
     regions_draining: int
     items_in_doubt: int  # their calls have ended and hicached may still touch their bytes
-    refusals: Mapping[str, int]  # calls refused by hicached, by code
+    refusals: Mapping[str, int]  # calls and hellos refused by hicached, by code
     operations: Mapping[str, OperationCounts]
 
     @property
@@ -86,13 +86,13 @@ class Counters:
             self._bytes.setdefault(operation, Counter()).update(moved)
 
     def count_refusal(self, code: str) -> None:
-        """One call that hicached refused."""
+        """One call or hello that hicached refused."""
         with self._lock:
             self._refusals[code] += 1
 
     @property
     def refusals(self) -> Mapping[str, int]:
-        """Refused calls by code."""
+        """Refused calls and hellos by code."""
         with self._lock:
             return dict(self._refusals)
 

@@ -6,6 +6,7 @@ import logging
 import random
 import threading
 import time
+from collections.abc import Callable
 from enum import StrEnum
 
 from hicache.breaker import CircuitBreaker
@@ -50,7 +51,9 @@ class Supervisor:
         breaker: CircuitBreaker,
         notices: Notices,
         settings: ClientSettings,
+        on_refused: Callable[[str], None],
     ) -> None:
+        """``on_refused`` is told the code of every hello that was refused."""
         self._address = address
         self._identity = identity
         self._moves_objects = memory is not None
@@ -58,6 +61,7 @@ class Supervisor:
         self._breaker = breaker
         self._notices = notices
         self._settings = settings
+        self._on_refused = on_refused
         self.watch = MemoryWatch(on_end=self._link_ended)
         self._changed = threading.Condition()
         self._needs_look = False
@@ -130,6 +134,12 @@ class Supervisor:
         with self._changed:
             self._changed.wait_for(lambda: self.session is not None or self._is_closing, timeout_s)
             return self.session
+
+    def wait_first_answer(self, *, timeout_s: float) -> Fault | None:
+        """Why the first attempt to connect gave no session; None when it did, or has not ended within ``timeout_s``."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._state is not ClientState.CONNECTING, timeout_s)
+            return self._fault
 
     def close(self) -> None:
         """End the session and the thread. Calls that run end at once. Idempotent."""
@@ -335,6 +345,8 @@ class Supervisor:
             self._fault = fault
             self._state = ClientState.REFUSED if fault.is_lasting else ClientState.UNAVAILABLE
             self._changed.notify_all()
+        if fault.is_answer:
+            self._on_refused(fault.code)
         if fault.is_lasting:
             self._notices.error("refused", "L3 %s refused: %s", self._address.text, fault)
         else:

@@ -61,6 +61,8 @@ class Hello(_message.Message):
     NAMESPACE_DIGEST_FIELD_NUMBER: _builtins.int
     NAMESPACE_DESCRIPTOR_FIELD_NUMBER: _builtins.int
     CLIENT_NAME_FIELD_NUMBER: _builtins.int
+    DEPLOYMENT_FIELD_NUMBER: _builtins.int
+    SALT_FINGERPRINT_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     token: _builtins.str
     """empty: the default tenant, where the daemon allows it"""
@@ -70,6 +72,10 @@ class Hello(_message.Message):
     """msgpack map of the fields behind the digest"""
     client_name: _builtins.str
     """for logs and status pages"""
+    deployment: _builtins.str
+    """engines of one tenant that say the same name must share; empty: nobody is compared"""
+    salt_fingerprint: _builtins.bytes
+    """32 bytes with a deployment: engines that salt otherwise find nothing of each other's"""
     def __init__(
         self,
         *,
@@ -78,10 +84,12 @@ class Hello(_message.Message):
         namespace_digest: _builtins.bytes = ...,
         namespace_descriptor: _builtins.bytes = ...,
         client_name: _builtins.str = ...,
+        deployment: _builtins.str = ...,
+        salt_fingerprint: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "namespace_descriptor", b"namespace_descriptor", "namespace_digest", b"namespace_digest", "protocol_version", b"protocol_version", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "deployment", b"deployment", "namespace_descriptor", b"namespace_descriptor", "namespace_digest", b"namespace_digest", "protocol_version", b"protocol_version", "salt_fingerprint", b"salt_fingerprint", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -6,12 +6,14 @@ import struct
 from collections.abc import Sequence
 from enum import StrEnum
 
-PROTOCOL_VERSION = 3
+PROTOCOL_VERSION = 4
 SECRET_BYTES = 32
 NAMESPACE_DIGEST_BYTES = 32
+SALT_FINGERPRINT_BYTES = 32
+DEPLOYMENT_CHARS_MAX = 128
 KEY_BYTES_MAX = 112  # an object key; the daemon puts the tenant's 16 bytes before it
 DESCRIPTOR_BYTES_MAX = 64 * 1024
-DIFFERING_FIELDS_MAX = 16  # how many fields Welcome.namespace_differs names
+DIFFERING_FIELDS_MAX = 16  # how many fields Welcome.namespace_differs, or a refusal, names
 REQUEST_OVERHEAD_BYTES = 512  # everything in a request beside its keys
 
 # Fixed by this protocol version: hicached refuses a configuration that could need more, so a client that opens its
@@ -39,6 +41,7 @@ class RefusalCode(StrEnum):
     PROTOCOL_VERSION = "PROTOCOL_VERSION"
     BAD_NAMESPACE = "BAD_NAMESPACE"
     KEY_HASH_NOT_ALLOWED = "KEY_HASH_NOT_ALLOWED"
+    DEPLOYMENT_MISMATCH = "DEPLOYMENT_MISMATCH"
     MALFORMED = "MALFORMED"
     BATCH_TOO_LARGE = "BATCH_TOO_LARGE"
     TOO_MANY_SESSIONS = "TOO_MANY_SESSIONS"

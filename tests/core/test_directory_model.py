@@ -107,6 +107,10 @@ class DirectoryMachine(RuleBasedStateMachine):
     def serve(self, tokens: list[int], snapshot: bool, faults: int) -> None:
         self.world.serve(tokens, snapshot=snapshot, fault=faults_of(faults & faults >> 1))
 
+    @rule(live=requests)
+    def write_again(self, live: Live) -> None:
+        self.world.write_again(live)
+
     @rule(live=consumes(requests))
     def release(self, live: Live) -> None:
         if live in self.world.live:
@@ -196,6 +200,8 @@ class RandomWalk:
         elif choice < 0.80:
             pages, snapshot = self.random.randrange(4), self.random.random() < 0.6
             world.compute(live, pages=pages, snapshot=snapshot, fault=self.fault(), patient=choice < 0.70)
+        elif choice < 0.82:
+            world.write_again(live)
         elif choice < 0.90:
             world.release(live)
         elif choice < 0.92 and live.record.is_loaded:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hicache.directory import Directory, DirectoryConfig
@@ -86,6 +86,7 @@ class World:
         self.live: list[Live] = []
         self.truth: dict[bytes, tuple[int, ...]] = {}
         self.is_l3_whole = True  # no object was lost on its way to L3 or in it
+        self.lost_in_l3: set[tuple[bytes, int]] = set()  # (key, group) that were there once
 
     def begin(self) -> None:
         """An engine has started: nothing is in L1 and L2."""
@@ -129,7 +130,7 @@ class World:
         self.executor.collect()
         live = Live(record, tokens, found=record.keep)
         found = sum(record.local_tokens.values())
-        assert found == PAGE * self.brute_force_usable(record)
+        assert found == PAGE * self.brute_force_usable(record.keys[: record.prompt_pages])
         assert not tokens or found < len(tokens)
         self.live.append(live)
         return live
@@ -172,6 +173,12 @@ class World:
         )
         self.executor.run_kind(CopyKind.SNAPSHOT, fault)  # in the order of compute itself, which goes on at once
         return True
+
+    def write_again(self, live: Live) -> None:
+        """What an engine does that is about to hand the sequence over."""
+        if live.record.is_loaded:
+            self.directory.write_again(live.record)
+            self.executor.collect()
 
     def release(self, live: Live) -> None:
         self.directory.release(live.record)
@@ -234,16 +241,17 @@ class World:
 
     def lose_in_l3(self, key: bytes, group: int) -> None:
         self.executor.drop_l3(key, group)
+        self.lost_in_l3.add((key, group))
         self.is_l3_whole = False
 
     # -- what must hold ----------------------------------------------------------------------------------------------
 
-    def brute_force_usable(self, record: RequestRecord) -> int:
+    def brute_force_usable(self, keys: Sequence[bytes]) -> int:
         """The longest n for which every group has what a prefix of n pages needs."""
         best = 0
-        for n in range(1, record.prompt_pages + 1):
+        for n in range(1, len(keys) + 1):
             if all(
-                self.is_resident(record.keys[page], group)
+                self.is_resident(keys[page], group)
                 for group, reach in enumerate(self.spec.reach_pages)
                 for page in range(0 if reach is None else max(0, n - reach), n)
             ):
@@ -269,6 +277,9 @@ class World:
         self.check_nodes()
         self.check_what_is_kept()
         self.check_accounts()
+        for live in self.live:
+            if live.record.is_loaded:
+                self.check_handover(live.record)
         if not self.directory.open_jobs:
             self.check_nothing_leaked()
             self.check_l3_has_no_holes()
@@ -357,6 +368,19 @@ class World:
     def check_slot(self, group: int, handle: int, expected: object) -> None:
         for rank in self.executor.ranks:
             assert rank.l1[group][slot_of(handle)] == expected
+
+    def check_handover(self, record: RequestRecord) -> None:
+        """What is said to be in L3 is there, but for what L3 lost later, and all that another engine needs of it."""
+        handover = self.directory.handover(record)
+        keys = record.keys[: record.published_pages]
+        assert handover.pages_here == self.brute_force_usable(keys)
+        for page, group in self.directory.index.rule.needed(handover.pages_in_l3):
+            part = keys[page], group
+            assert part in self.lost_in_l3 or all(
+                (*part, rank) in self.executor.l3 for rank in range(len(self.executor.ranks))
+            )
+        if not self.directory.open_jobs:
+            assert not self.directory.is_being_written(record)
 
     def check_nodes(self) -> None:
         index = self.directory.index

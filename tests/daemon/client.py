@@ -42,6 +42,7 @@ from hicache.wire.protocol import (
     MEMORY_REFUSED,
     MEMORY_STATUS_OK,
     PROTOCOL_VERSION,
+    SALT_FINGERPRINT_BYTES,
     channel_options,
     pack_keys,
     parse_refusal,
@@ -276,6 +277,8 @@ class Client:
         version: int = PROTOCOL_VERSION,
         digest: bytes | None = None,
         raw_descriptor: bytes | None = None,
+        deployment: str = "",
+        salt_fingerprint: bytes = b"s" * SALT_FINGERPRINT_BYTES,
     ) -> None:
         described = DESCRIPTOR if descriptor is None else descriptor
         hello = pb.Hello(
@@ -284,6 +287,8 @@ class Client:
             namespace_digest=namespace_digest(described) if digest is None else digest,
             namespace_descriptor=msgspec.msgpack.encode(described) if raw_descriptor is None else raw_descriptor,
             client_name=name,
+            deployment=deployment,
+            salt_fingerprint=salt_fingerprint,
         )
         self.channel = grpc.insecure_channel(target, options=channel_options())
         self.stub = HiCachedStub(self.channel)

@@ -19,7 +19,7 @@ from hicache.outcome import Outcome
 from hicache.spec import namespace_digest
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.hicached_pb2_grpc import HiCachedStub
-from hicache.wire.protocol import MEMORY_HELLO, channel_options
+from hicache.wire.protocol import MEMORY_HELLO, PROTOCOL_VERSION, channel_options
 from tests.daemon.client import (
     CALL_S,
     DESCRIPTOR,
@@ -61,7 +61,7 @@ def test_a_token_is_refused_where_there_are_no_tenants(daemon: ThreadedDaemon, b
     assert refused_hello(daemon.target, token=TOKEN) == (grpc.StatusCode.UNAUTHENTICATED, "BAD_TOKEN")
 
 
-@pytest.mark.parametrize("version", [0, 1, 2, 4, 4_000_000_000])
+@pytest.mark.parametrize("version", [0, PROTOCOL_VERSION - 1, PROTOCOL_VERSION + 1, 4_000_000_000])
 def test_an_unknown_protocol_version_is_refused(daemon: ThreadedDaemon, bystander: Client, version: int) -> None:
     refused = refused_hello(daemon.target, version=version)
     assert refused == (grpc.StatusCode.FAILED_PRECONDITION, "PROTOCOL_VERSION")

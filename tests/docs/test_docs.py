@@ -8,12 +8,14 @@ import subprocess
 import sys
 from dataclasses import fields
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
 from hicache import HiCache, PrefetchPolicy
 from hicache.outcome import Outcome
 from hicache.stats import DirectoryStats
+from tests.client.hicached import HicachedProcess
 
 ROOT = Path(__file__).parents[2]
 ENGINE = (ROOT / "docs" / "engine.md").read_text()
@@ -46,7 +48,7 @@ def test_every_outcome_is_documented() -> None:
 
 
 def test_every_call_of_a_request_is_documented() -> None:
-    calls = ["match", "prefetch", "wait", "load", "extend", "append", "store", "release"]
+    calls = ["match", "prefetch", "wait", "load", "extend", "append", "store", "wait_stored", "release"]
     assert rows("A request") == calls
     assert all(callable(getattr(HiCache, call)) for call in calls)
 
@@ -55,6 +57,22 @@ def test_the_example_of_the_readme_runs() -> None:
     example = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert example is not None
     finished = subprocess.run([sys.executable, "-c", example[1]], capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_the_example_of_prefill_and_decode_engines_runs() -> None:
+    section = ENGINE.split("\n## Prefill and decode engines\n", 1)[1].split("\n## ", 1)[0]
+    example = re.search(r"```python\n(.*?)```", section, re.DOTALL)
+    assert example is not None
+    with TemporaryDirectory(prefix="hic") as folder:
+        daemon = HicachedProcess(Path(folder))
+        daemon.start()
+        try:
+            code = example[1].replace("unix:///run/hicached/hicached.sock", daemon.address)
+            assert code != example[1]
+            finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+        finally:
+            daemon.end()
     assert finished.returncode == 0, finished.stderr
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -21,7 +22,17 @@ TENANTS = (
     Tenant("birch", "birch-token-0123456789", b"birch salt"),
 )
 
+WAIT_S = 30.0
+
 MakeEngine = Callable[..., TinyEngine]
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Returns when it holds."""
+    deadline_s = time.monotonic() + WAIT_S
+    while not condition():
+        assert time.monotonic() < deadline_s, "the condition was not reached"
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="session")

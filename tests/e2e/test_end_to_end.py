@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import mmap
 import time
-from collections.abc import Callable
 
 import pytest
 
@@ -13,10 +12,9 @@ from bench.tiny_engine import Generated, TinyEngine
 from bench.tiny_reference import Reference, reference_generate, restored_differences
 from hicache import PrefetchPolicy
 from hicache.client import ClientState, DaemonL3
-from tests.e2e.conftest import TENANTS, MakeEngine
+from tests.e2e.conftest import TENANTS, WAIT_S, MakeEngine, until
 
 OUTPUT_TOKENS = 6
-WAIT_S = 30.0
 
 
 def serve(engine: TinyEngine, prompt: list[int], *, salt: bytes | None = None) -> Generated:
@@ -34,13 +32,6 @@ def client_of(engine: TinyEngine) -> DaemonL3:
     client = engine.cache.l3
     assert isinstance(client, DaemonL3)
     return client
-
-
-def until(condition: Callable[[], bool]) -> None:
-    deadline_s = time.monotonic() + WAIT_S
-    while not condition():
-        assert time.monotonic() < deadline_s, "the condition was not reached"
-        time.sleep(0.01)
 
 
 def connect(engine: TinyEngine) -> TinyEngine:

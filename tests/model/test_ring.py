@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import pytest
@@ -121,26 +122,46 @@ def test_keeping_more_than_is_pending_is_refused() -> None:
     assert model.pending(view) == 2
 
 
-def test_what_a_draft_computes_rests_on_every_ring_field() -> None:
-    """Detection power: one element of any pending update changes the logits of the next draft and the folded state."""
+@pytest.mark.parametrize("is_settled", [False, True], ids=["draft", "settled"])
+@pytest.mark.parametrize("name", ["d", "k", "g", "rawv", "rawk", "beta", "conv"])
+def test_what_comes_out_rests_on_every_ring_field_that_its_part_of_the_ring_has(name: str, is_settled: bool) -> None:
+    """Detection power: one row of a field changes the next logits and the folded state, or is not read there at all."""
     model, expected = model_of(SMALL), computed(SMALL, SMALL_TOKENS)
 
     def run(damaged: str | None) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
         view = poisoned_view(model, SMALL_TOKENS)
         model.advance(view, expected.tokens[:40], 0)
         model.draft(view, expected.tokens[40:43], 40)
+        position = 43
+        if is_settled:
+            model.draft(view, expected.tokens[43:44], 43)
+            position = 44
         if damaged is not None:
             view.state[damaged][:, view.slot, 1] += 0.5
-        logits = model.draft(view, expected.tokens[43:44], 43)
+        logits = model.draft(view, expected.tokens[position : position + 1], position)
         model.fold(view)
         return logits, state_bytes(view)
 
-    intact_logits, intact_state = run(None)
-    assert same_bits(intact_logits[0], Computed(model, expected.tokens[:44]).logits)
-    for name in ("ring_d", "ring_k", "ring_g", "ring_conv"):
-        logits, state = run(name)
-        assert not same_bits(logits, intact_logits), name
-        assert not same(state, intact_state), name
+    (intact_logits, intact_state), (logits, state) = run(None), run(f"ring_{name}")
+    assert same_bits(intact_logits[0], Computed(model, expected.tokens[: 45 if is_settled else 44]).logits)
+    is_read = name in (("d", "k", "g", "conv") if is_settled else ("rawv", "rawk", "beta", "g", "conv"))
+    assert same_bits(logits, intact_logits) != is_read
+    assert same(state, intact_state) != is_read
+
+
+@pytest.mark.parametrize("heads", [1, 2, 5])
+def test_a_ring_gives_the_same_bits_whatever_the_number_of_heads(heads: int) -> None:
+    config = dataclasses.replace(SMALL, layers=("gdn", "full"), state_heads=heads)
+    model, expected = model_of(config), computed(config, 70)
+    view = poisoned_view(model, 70)
+    model.advance(view, expected.tokens[:30], 0)
+    for position in range(30, 70, 2):
+        if model.pending(view) == config.ring_tokens:
+            model.fold(view)
+        logits = model.draft(view, expected.tokens[position : position + 2], position)
+    assert same_bits(logits[-1], expected.logits)
+    model.fold(view)
+    assert same(state_bytes(view), state_bytes(expected.view))
 
 
 def test_a_restore_that_does_not_empty_the_ring_does_not_go_unnoticed() -> None:
