@@ -11,11 +11,21 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from hicache.jobs import Job
 from hicache.outcome import Outcome
+from hicache.policies.snapshot import SnapshotPolicy
 from hicache.spec import Group
 from tests.core.simulated_executor import Fault, no_fault
 from tests.core.world import MODELS, PAGE, Live, World
 
 TOKENS = st.lists(st.integers(0, 1), max_size=13)
+POLICIES = st.builds(
+    SnapshotPolicy,
+    chunk_ends=st.booleans(),
+    branch_points=st.booleans(),
+    ends=st.booleans(),
+    prefill_interval_tokens=st.none() | st.sampled_from([PAGE, 3 * PAGE]),
+    state_interval_tokens=st.none() | st.sampled_from([PAGE, 3]),
+    cap_per_path=st.none() | st.integers(1, 4),
+)
 FAULTS = st.sampled_from([0, 0, 0]) | st.integers(0, 255)
 
 
@@ -43,6 +53,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         ranks=st.integers(1, 2),
         share=st.sampled_from([0.2, 0.5, 1.0]),
         job_items_max=st.sampled_from([1, 2, 16]),
+        policy=POLICIES,
+        double_buffering=st.booleans(),
     )
     def start(
         self,
@@ -53,6 +65,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         ranks: int,
         share: float,
         job_items_max: int,
+        policy: SnapshotPolicy,
+        double_buffering: bool,
     ) -> None:
         self.world = World(
             groups,
@@ -64,6 +78,8 @@ class DirectoryMachine(RuleBasedStateMachine):
             prefetch_l2_share=share,
             store_l2_share=share,
             seconds_per_request=25.0,
+            policy=policy,
+            double_buffering=double_buffering,
         )
 
     @rule(target=requests, tokens=TOKENS)
@@ -83,9 +99,20 @@ class DirectoryMachine(RuleBasedStateMachine):
         if live.record.is_loaded:
             self.world.append(live, tokens)
 
-    @rule(live=requests, pages=st.integers(0, 3), snapshot=st.booleans(), faults=FAULTS)
-    def compute(self, live: Live, pages: int, snapshot: bool, faults: int) -> None:
-        self.world.compute(live, pages=pages, snapshot=snapshot, fault=faults_of(faults))
+    @rule(
+        live=requests,
+        pages=st.integers(0, 3),
+        snapshot=st.booleans(),
+        moves=st.booleans(),
+        donate=st.integers(0, 9).map(lambda chance: chance == 0),
+        faults=FAULTS,
+    )
+    def compute(self, live: Live, pages: int, snapshot: bool, moves: bool, donate: bool, faults: int) -> None:
+        self.world.compute(live, pages=pages, snapshot=snapshot, moves=moves, donate=donate, fault=faults_of(faults))
+
+    @rule(live=requests, pages=st.integers(1, 4), faults=FAULTS)
+    def compute_to_the_next_stop(self, live: Live, pages: int, faults: int) -> None:
+        self.world.compute_to_stop(live, pages=pages, fault=faults_of(faults))
 
     @rule(tokens=TOKENS, snapshot=st.booleans(), faults=FAULTS)
     def serve(self, tokens: list[int], snapshot: bool, faults: int) -> None:
@@ -142,6 +169,13 @@ class RandomWalk:
             prefetch_l2_share=self.random.choice([0.1, 0.5, 1.0]),
             store_l2_share=self.random.choice([0.1, 0.5, 1.0]),
             seconds_per_request=self.random.choice([0.0, 25.0, 100.0]),
+            policy=SnapshotPolicy(
+                chunk_ends=self.random.random() < 0.5,
+                prefill_interval_tokens=self.random.choice([None, PAGE, 3 * PAGE]),
+                state_interval_tokens=self.random.choice([None, PAGE, 2 * PAGE]),
+                cap_per_path=self.random.choice([None, 1, 2, 4]),
+            ),
+            double_buffering=self.random.random() < 0.5,
         )
         self.trunks = [self.tokens(24) for _ in range(2)]
 
@@ -175,8 +209,17 @@ class RandomWalk:
                 world.prefetch(live)
         elif choice < 0.60:
             world.load(live)
+        elif choice < 0.70:
+            world.compute(
+                live,
+                pages=self.random.randrange(4),
+                snapshot=self.random.random() < 0.6,
+                moves=self.random.random() < 0.8,
+                donate=self.random.random() < 0.1,
+                fault=self.fault(),
+            )
         elif choice < 0.80:
-            world.compute(live, pages=self.random.randrange(4), snapshot=self.random.random() < 0.6, fault=self.fault())
+            world.compute_to_stop(live, pages=self.random.randrange(1, 5), fault=self.fault())
         elif choice < 0.90:
             world.release(live)
         elif choice < 0.92 and live.record.is_loaded:
@@ -209,13 +252,17 @@ def test_the_random_lives_reach_what_they_are_for() -> None:
     """A positive control: over the seeds every tier is hit, everything fails at times, and nothing is vacuous."""
     served: dict[str, int] = {}
     objects: set[str] = set()
-    for seed in range(12):
+    thinned = 0
+    for seed in range(20):
         walk = RandomWalk(seed)
         for _ in range(300):
             walk.step()
         for source, tokens in walk.world.directory.stats.tokens_by_source.items():
             served[source] = served.get(source, 0) + tokens
         objects |= set(walk.world.directory.stats.objects)
+        thinned += walk.world.directory.stats.snapshots_thinned
     assert min(served[source] for source in ("l1", "l2", "l3", "computed")) > 5 * PAGE
-    legs = ("backup", "store", "fetch", "load", "restore", "snapshot", "reset")
+    legs = ("backup", "store", "fetch", "load", "restore", "snapshot", "reset", "clear")
     assert objects >= {f"{leg}.{outcome}" for leg in legs for outcome in ("ok", "io_error")}
+    assert objects >= {"donate.ok", "hand_over.ok"}
+    assert thinned > 10
