@@ -224,13 +224,13 @@ class Directory:
         record.released = True
         if record.prefetch is not None:
             self._prefetcher.conclude(record.prefetch, used_pages=0, reason="aborted")
+        self._snapshots.let_go(record)
         self.index.touch(record.keep.entries)
         self.index.touch_path(record.keep.path)
         self.index.let_go(record.keep)
         for group, table in enumerate(record.tables):
             self.index.release(Tier.L1, group, table)
             table.clear()
-        self._snapshots.let_go(record)
 
     def _tokens_by_tier(self, pages: int, keep: Keep) -> dict[str, int]:
         """Each page of a local prefix counts for the farthest tier that something of it lies in."""

@@ -25,6 +25,7 @@ class RequestRecord:
     sources_at: int = 0  # the boundary of these snapshots, in tokens
     spares: dict[int, int] = field(default_factory=dict)  # slots to go on in, by group; transient fields empty
     preparing: bool = False  # spares are being emptied
+    has_surplus: bool = False  # too many snapshots on its path were in use when one more was taken
     keep: Keep = field(default_factory=Keep)  # what it keeps from eviction
     prefetch: Prefetch | None = None
     lost: set[tuple[int, int]] = field(default_factory=set)  # (page, group) whose load failed for this request

@@ -144,7 +144,7 @@ class Snapshots:
             for group in missing:
                 self._index.publish(node, Tier.L1, group, record.live.pop(group))
             self._count("donate", missing)
-            self._taken(record.keys, node)
+            self._taken(record, node)
         record.donated = True
         self.let_go(record)
 
@@ -155,8 +155,10 @@ class Snapshots:
         record.sources.clear()
 
     def let_go(self, record: RequestRecord) -> None:
-        """The request is over: live and spare slots, sources and claims are given back."""
+        """The request is over: live and spare slots, sources and claims are given back. Its path is still kept."""
         self.moved(record)
+        if record.has_surplus:
+            self._thin(record, record.published_pages)
         self._unclaim(record)
         self._release(record.live)
         self._release(record.spares)
@@ -180,7 +182,7 @@ class Snapshots:
         self._release(record.spares)  # of groups that have a snapshot already
         record.spares.clear()
         self._count("hand_over", missing)
-        self._taken(record.keys, node)
+        self._taken(record, node)
 
     def _copy(self, record: RequestRecord, node: Node, missing: Sequence[int]) -> None:
         """Copy the live state into slots of its own, published when every group's copy is complete."""
@@ -194,11 +196,11 @@ class Snapshots:
         node.copying |= sum(1 << group for group in targets)
         self._jobs.emit(
             lambda job_id: CopyJob(job_id, CopyKind.SNAPSHOT, items),
-            lambda outcomes: self._copied(record.keys, node, live, targets, outcomes),
+            lambda outcomes: self._copied(record, node, live, targets, outcomes),
         )
 
     def _copied(
-        self, keys: Sequence[bytes], node: Node, live: dict[int, int], targets: dict[int, int], outcomes: Outcomes
+        self, record: RequestRecord, node: Node, live: dict[int, int], targets: dict[int, int], outcomes: Outcomes
     ) -> None:
         self._stats.count("snapshot", targets, outcomes)
         node.copying &= ~sum(1 << group for group in targets)
@@ -209,7 +211,7 @@ class Snapshots:
             return
         for group, target in targets.items():
             self._index.publish(node, Tier.L1, group, target)
-        self._taken(keys, node)
+        self._taken(record, node)
 
     def _count(self, way: str, groups: Sequence[int]) -> None:
         self._stats.objects[f"{way}.ok"] += len(groups)
@@ -231,18 +233,24 @@ class Snapshots:
 
     # -- which snapshots go ------------------------------------------------------------------------------------------
 
-    def _taken(self, keys: Sequence[bytes], node: Node) -> None:
+    def _taken(self, record: RequestRecord, node: Node) -> None:
         """One snapshot more on the path to ``node``: write it down, and let another one go when there are too many."""
         self._writer.write([node])
+        self._thin(record, node.page + 1)
+
+    def _thin(self, record: RequestRecord, pages: int) -> None:
+        """What was in use and should have gone goes at the end of the request."""
         cap = self._policy.cap_per_path
         if cap is None:
             return
-        path = self._index.path(keys, node.page + 1)
-        there = {visited.page + 1: visited for visited in path if visited.resident & self._mask}
-        in_use = {pages for pages, visited in there.items() if self._is_in_use(visited)}
-        branches = {pages for pages, visited in there.items() if len(visited.children) > 1}
-        for pages in surplus(sorted(there), cap=cap, in_use=in_use, branches=branches):
+        path = self._index.path(record.keys, pages)
+        there = {node.page + 1: node for node in path if node.resident & self._mask}
+        in_use = {pages for pages, node in there.items() if self._is_in_use(node)}
+        branches = {pages for pages, node in there.items() if len(node.children) > 1}
+        gone = surplus(sorted(there), cap=cap, in_use=in_use, branches=branches)
+        for pages in gone:
             self._drop(there[pages])
+        record.has_surplus = len(there) - len(gone) > cap
 
     def _is_in_use(self, node: Node) -> bool:
         entries = (copies[group] for copies in node.entries for group in self._groups)
