@@ -120,13 +120,20 @@ class SequenceView:
 
     ``pages[group]`` is ``[layers, n_pages, 2, page_tokens, heads, head_dim]`` and ``tables[group][i]`` the pool page
     that holds tokens ``[i * page_tokens, (i + 1) * page_tokens)``, None where a sliding window no longer reaches.
-    ``state[field]`` is ``[layers, n_slots, *shape]``, empty for a model without recurrent layers.
+    ``state[field]`` is ``[layers, n_slots, *shape]``, empty for a model without recurrent layers. The state is
+    written to ``slot``, where its ring lies, and read from ``source`` until a step has moved it; None: from ``slot``.
     """
 
     pages: Mapping[str, torch.Tensor]
     tables: Mapping[str, Sequence[int | None]]
     state: Mapping[str, torch.Tensor]
     slot: int
+    source: int | None = None
+
+    @property
+    def read_slot(self) -> int:
+        """Where the conv and temporal state are read from."""
+        return self.slot if self.source is None else self.source
 
 
 @dataclass(frozen=True, slots=True)

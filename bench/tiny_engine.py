@@ -1,22 +1,22 @@
-"""An engine's loop around the tiny model: one request at a time through a cache, greedy, with or without drafts.
+"""An engine's loop around the tiny model: requests through a cache, greedy, with or without drafts.
 
 ::
 
     match, prefetch, wait, load    [0, restored) from the cache
-    prefill in chunks              [restored, prompt), store at every chunk end
+    prefill in chunks              [restored, prompt), store at every stop
     decode                         [prompt, prompt + count - 1), store at every page boundary
 
-State snapshots are asked for at chunk ends, at the prompt's last page boundaries (the one that leaves a token to
-compute, and the very last), every ``state_interval_tokens`` of decode, and at the last boundary that decode reaches.
+Before each step the cache is asked where the state is wanted, and the step ends there. Steps read the state from
+``state_source`` and write it to ``state_slot``, so that the engine runs with and without double buffering.
 """
 
 from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TypeAlias
 
 import torch
 
@@ -78,8 +78,14 @@ class Busy:
     wanted_tokens: int
 
 
+Steps: TypeAlias = Generator[None, None, Generated | Busy]
+
+
 class TinyEngine:
-    """Serves requests one after the other over one cache. Raises ConfigError for settings that do not fit the model."""
+    """Serves requests over one cache. Raises ConfigError for settings that do not fit the model.
+
+    ``donate``: the state slot of a request that ends on a page boundary becomes the snapshot.
+    """
 
     def __init__(
         self,
@@ -87,17 +93,19 @@ class TinyEngine:
         cache: HiCache,
         *,
         chunk_tokens: int = 256,
-        state_interval_tokens: int = 64,
+        donate: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
         self.cache = cache
         self.spec = model.spec()
-        self.chunk_tokens = _checked_multiple("chunk_tokens", chunk_tokens, self.spec.page_tokens)
-        self.state_interval_tokens = _checked_multiple(
-            "state_interval_tokens", state_interval_tokens, self.spec.page_tokens
-        )
+        self.chunk_tokens = chunk_tokens
+        self.donate = donate
         self.clock = clock
+        if chunk_tokens < 1 or chunk_tokens % self.spec.page_tokens:
+            raise ConfigError(
+                "chunk_tokens", chunk_tokens, f"a positive multiple of page_tokens = {self.spec.page_tokens}"
+            )
 
     def generate(
         self,
@@ -112,12 +120,30 @@ class TinyEngine:
 
         The request is released on every path. Raises what the model or the cache raises.
         """
+        steps = self.steps(prompt, count, salt=salt, drafts=drafts, copy_restored_bytes=copy_restored_bytes)
+        while True:
+            try:
+                next(steps)
+            except StopIteration as over:
+                result: Generated | Busy = over.value
+                return result
+
+    def steps(
+        self,
+        prompt: Sequence[int],
+        count: int,
+        *,
+        salt: bytes | None = None,
+        drafts: DraftSource | None = None,
+        copy_restored_bytes: bool = False,
+    ) -> Steps:
+        """The same, one step of the model at a time, so that requests can take turns. Closing it aborts the request."""
         assert prompt, "nothing to go on from"
         assert count > 0, "at least one token to generate"
         run = _Run(self, prompt, count, drafts, start_s=self.clock())
         request = self.cache.match(prompt, salt=salt)
         try:
-            return run.serve(request, copy_restored_bytes=copy_restored_bytes)
+            return (yield from run.serve(request, copy_restored_bytes=copy_restored_bytes))
         finally:
             self.cache.release(request)
 
@@ -126,14 +152,15 @@ class TinyEngine:
         pages: dict[str, torch.Tensor] = {}
         tables: dict[str, Sequence[int | None]] = {}
         state: Mapping[str, torch.Tensor] = {}
-        slot = 0
+        slot = source = 0
         for index, group in enumerate(self.spec.groups):
             if isinstance(group, PagedGroup):
                 pages[group.name] = self.cache.l1.paged[index]
                 tables[group.name] = request.page_table(index)
             else:
-                state, slot = self.cache.l1.state[index], request.state_slot(index)
-        return SequenceView(pages, tables, state, slot)
+                state = self.cache.l1.state[index]
+                slot, source = request.state_slot(index), request.state_source(index)
+        return SequenceView(pages, tables, state, slot, source)
 
 
 class _Run:
@@ -146,6 +173,7 @@ class _Run:
         self.model, self.cache = engine.model, engine.cache
         self.prompt = prompt
         self.count = count
+        self.end = len(prompt) + count - 1  # the last token generated is not computed
         self.drafts = drafts
         self.start_s = start_s
         self.generated: list[int] = []
@@ -153,7 +181,7 @@ class _Run:
         self.drafts_offered = 0
         self.drafts_accepted = 0
 
-    def serve(self, request: Request, *, copy_restored_bytes: bool) -> Generated | Busy:
+    def serve(self, request: Request, *, copy_restored_bytes: bool) -> Steps:
         """Everything between match and release."""
         self.cache.prefetch(request)
         self.cache.wait(request)
@@ -166,10 +194,10 @@ class _Run:
         if copy_restored_bytes:
             restored = copy_restored(self.engine.spec, self.engine.view(request), loaded.tokens)
         copying_s = self.engine.clock() - copying_start_s
-        if (busy := self._prefill(request)) is not None:
+        if (busy := (yield from self._prefill(request))) is not None:
             return busy
         ttft_s = self.engine.clock() - self.start_s - copying_s
-        if (busy := self._decode(request)) is not None:
+        if (busy := (yield from self._decode(request))) is not None:
             return busy
         return Generated(
             tokens=tuple(self.generated),
@@ -182,44 +210,48 @@ class _Run:
             restored=restored,
         )
 
-    def _prefill(self, request: Request) -> Busy | None:
+    def _prefill(self, request: Request) -> Generator[None, None, Busy | None]:
         """Computes the rest of the prompt, chunk by chunk, and the first token."""
-        stops = prefill_stops(
-            len(self.prompt),
-            restored=self.computed,
-            chunk_tokens=self.engine.chunk_tokens,
-            page_tokens=self.engine.spec.page_tokens,
-        )
-        for stop in stops:
+        chunk_tokens = self.engine.chunk_tokens
+        while self.computed < len(self.prompt):
+            chunk_end = min((self.computed // chunk_tokens + 1) * chunk_tokens, len(self.prompt))
+            state_stop = self._next_state_stop(request, chunk_end)
+            stop = state_stop or chunk_end
             if not self.cache.extend(request, tokens=stop, timeout_s=ROOM_TIMEOUT_S):
                 return Busy(self.computed, stop)
             view = self.engine.view(request)
             logits = self.model.advance(view, self.prompt[self.computed : stop], self.computed)
-            self.computed = stop
+            self.cache.state_moved(request)
+            before, self.computed = self.computed, stop
             if stop == len(self.prompt):
                 self._take(request, [int(logits.argmax())])
-            if stop % self.engine.spec.page_tokens == 0:
-                self.cache.store(request, computed=stop, state_at=self._state_at(stop))
+            self._store(request, before, state_stop)
+            yield
         return None
 
-    def _decode(self, request: Request) -> Busy | None:
+    def _decode(self, request: Request) -> Generator[None, None, Busy | None]:
         """Generates the rest. Stops short of, and then at, every boundary whose state is wanted."""
-        boundaries = self._state_boundaries()
+        step = self._step_plain if self.drafts is None else self._step_drafts
+        step_tokens = 1 if self.drafts is None else self.model.config.ring_tokens
         while len(self.generated) < self.count:
-            next_boundary = next((boundary for boundary in boundaries if boundary > self.computed), None)
+            until = min(self.computed + step_tokens, self.end)
+            state_stop = self._next_state_stop(request, until)
             before = self.computed
-            room = min(self.count - len(self.generated), (next_boundary or self.computed + self.count) - self.computed)
-            step = self._step_plain if self.drafts is None else self._step_drafts
-            if not step(request, room):
+            if not step(request, (state_stop or until) - before):
                 return Busy(self.computed, self.computed + 1)
-            self._store(request, before, next_boundary)
+            self._store(request, before, state_stop)
+            yield
         return None
+
+    def _next_state_stop(self, request: Request, until: int) -> int | None:
+        return self.cache.next_state_stop(request, computed=self.computed, until=until, ends_at=self.end)
 
     def _step_plain(self, request: Request, room: int) -> bool:
         """One token. False: no room in L1."""
         if not self.cache.extend(request, tokens=self.computed + 1, timeout_s=ROOM_TIMEOUT_S):
             return False
         logits = self.model.advance(self.engine.view(request), self.generated[-1:], self.computed)
+        self.cache.state_moved(request)
         self.computed += 1
         self._take(request, [int(logits.argmax())])
         return True
@@ -237,7 +269,8 @@ class _Run:
             return False
         view = self.engine.view(request)
         if self.model.pending(view) + len(tokens) > self.model.config.ring_tokens:
-            self.model.fold(view)
+            self._fold(request)
+            view = self.engine.view(request)
         pending = self.model.pending(view)
         choices = self.model.draft(view, tokens, self.computed).argmax(dim=1).tolist()
         accepted = next((i for i, guess in enumerate(guesses) if guess != choices[i]), len(guesses))
@@ -248,47 +281,28 @@ class _Run:
         self._take(request, [int(choice) for choice in choices[: accepted + 1]])
         return True
 
-    def _store(self, request: Request, before: int, next_boundary: int | None) -> None:
-        """Publishes pages that a decode step filled, with the state where one is wanted. Folds the ring at the end."""
+    def _store(self, request: Request, before: int, state_stop: int | None) -> None:
+        """Publishes pages that a step filled, with the state where it is wanted; the ring is folded there."""
         page_tokens = self.engine.spec.page_tokens
-        view = self.engine.view(request)
-        at_boundary = self.computed == next_boundary
+        at_stop = self.computed == state_stop
         finished = len(self.generated) == self.count
-        if at_boundary or finished:
-            self.model.fold(view)
+        if at_stop or finished:
+            self._fold(request)
         if self.computed // page_tokens > before // page_tokens:
-            state_at = self._state_at(self.computed) if at_boundary else None
-            pending = self.model.pending(view)
-            self.cache.store(request, computed=self.computed, state_at=state_at, state_pending=pending)
+            self.cache.store(
+                request,
+                computed=self.computed,
+                state_at=self.computed if at_stop else None,
+                state_pending=self.model.pending(self.engine.view(request)),
+                donate=at_stop and finished and self.engine.donate,
+            )
+
+    def _fold(self, request: Request) -> None:
+        view = self.engine.view(request)
+        if self.model.pending(view):
+            self.model.fold(view)
+            self.cache.state_moved(request)
 
     def _take(self, request: Request, tokens: Sequence[int]) -> None:
         self.generated += tokens
         self.cache.append(request, tokens)
-
-    def _state_at(self, boundary: int) -> int | None:
-        return boundary if self.engine.spec.has_state else None
-
-    def _state_boundaries(self) -> list[int]:
-        """Where decode wants snapshots: at the interval, and at the last boundary it reaches."""
-        end = len(self.prompt) + self.count - 1  # the last token generated is not computed
-        interval = self.engine.state_interval_tokens
-        page_tokens = self.engine.spec.page_tokens
-        wanted = {*range(interval, end + 1, interval), end // page_tokens * page_tokens}
-        return sorted(boundary for boundary in wanted if boundary > len(self.prompt))
-
-
-def prefill_stops(prompt_tokens: int, *, restored: int, chunk_tokens: int, page_tokens: int) -> list[int]:
-    """Where prefill stops on ``(restored, prompt_tokens]``: chunk ends, the last boundaries, the end.
-
-    The boundary before the last token is a stop of its own: a repeat of the prompt must leave that token to compute.
-    """
-    last_usable = (prompt_tokens - 1) // page_tokens * page_tokens
-    last_full = prompt_tokens // page_tokens * page_tokens
-    stops = {*range(chunk_tokens, prompt_tokens, chunk_tokens), last_usable, last_full, prompt_tokens}
-    return sorted(stop for stop in stops if stop > restored)
-
-
-def _checked_multiple(setting: str, value: int, page_tokens: int) -> int:
-    if value < 1 or value % page_tokens:
-        raise ConfigError(setting, value, f"a positive multiple of page_tokens = {page_tokens}")
-    return value

@@ -82,7 +82,15 @@ def copy_restored(spec: CacheSpec, view: SequenceView, tokens: int) -> RestoredB
         first_page[name] = page_count - len(present)
         assert None not in view.tables[name][first_page[name] : page_count], f"{name} has a hole before {tokens}"
         pages[name] = paged[:, present].transpose(0, 1)
-    state = {name: field[:, view.slot].clone() for name, field in view.state.items()}
+    transient = {
+        field.name
+        for group in spec.groups
+        if isinstance(group, StateGroup)
+        for field in group.fields
+        if field.transient
+    }
+    slots = {name: view.slot if name in transient else view.read_slot for name in view.state}
+    state = {name: field[:, slots[name]].clone() for name, field in view.state.items()}
     return RestoredBytes(tokens, first_page, pages, state)
 
 

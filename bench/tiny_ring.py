@@ -45,7 +45,7 @@ def read_layers(view: SequenceView) -> list[LayerState]:
     """Working copies of the state of every recurrent layer, without what is pending."""
     if not view.state:
         return []
-    conv, temporal = (view.state[name][:, view.slot] for name in ("conv", "temporal"))
+    conv, temporal = (view.state[name][:, view.read_slot] for name in ("conv", "temporal"))
     return [LayerState(conv[layer].clone(), temporal[layer].clone()) for layer in range(len(conv))]
 
 

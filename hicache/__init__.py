@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from hicache.cache import HiCache, Hit, Request, Restored, Stored
     from hicache.errors import ConfigError, HiCacheError, StateNotCommitted, UsageError
     from hicache.policies.prefetch import PrefetchPolicy
+    from hicache.policies.snapshot import SnapshotPolicy
     from hicache.spec import CacheSpec, PagedGroup, StateField, StateGroup
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "PrefetchPolicy",
     "Request",
     "Restored",
+    "SnapshotPolicy",
     "StateField",
     "StateGroup",
     "StateNotCommitted",
@@ -36,6 +38,7 @@ _MODULES = {
     **dict.fromkeys(("HiCache", "Hit", "Request", "Restored", "Stored"), "hicache.cache"),
     **dict.fromkeys(("ConfigError", "HiCacheError", "StateNotCommitted", "UsageError"), "hicache.errors"),
     "PrefetchPolicy": "hicache.policies.prefetch",
+    "SnapshotPolicy": "hicache.policies.snapshot",
     **dict.fromkeys(("CacheSpec", "PagedGroup", "StateField", "StateGroup"), "hicache.spec"),
 }
 

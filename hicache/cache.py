@@ -22,6 +22,7 @@ from hicache.keys import BlockKeys, FieldValue, Tokens, token_array
 from hicache.l3 import L3
 from hicache.loader import Load
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
+from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy, write_policy_of
 from hicache.pools import L1Pool, L2Pool, l2_slot_counts
 from hicache.pools.registration import registrar_for
@@ -83,10 +84,22 @@ class Request:
         return [None if handle is None else slot_of(handle) for handle in self._record.tables[group]]
 
     def state_slot(self, group: int) -> int:
-        """The live L1 state slot of a state group: the request's own until it is released."""
+        """The L1 slot that the state of a group is written to: the request's own until it is released or donated."""
         if group not in self._record.live:
-            raise UsageError(f"group {group} has no live state: it is no state group, or the request is not loaded")
+            raise UsageError(
+                f"group {group} has no live state: it is paged, or the request is not loaded or has donated it"
+            )
         return slot_of(self._record.live[group])
+
+    def state_source(self, group: int) -> int:
+        """The L1 slot that the next step reads the state of a group from: ``state_slot``, except with double buffering
+        after a load or a snapshot, until ``HiCache.state_moved``. Others may read it, too: it is not to be written to.
+
+        The transient fields are those of ``state_slot`` always.
+        """
+        own = self.state_slot(group)
+        source = self._record.sources.get(group)
+        return own if source is None else slot_of(source.handle)
 
     def _append(self, tokens: NDArray[np.int64]) -> list[bytes]:
         """Takes the tokens in; returns the keys of the pages that they fill."""
@@ -115,6 +128,8 @@ class HiCache:
         salt: bytes | None = None,
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
+        snapshot_policy: SnapshotPolicy | None = None,
+        double_buffering: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         if spec.rank_count > 1:
@@ -135,8 +150,10 @@ class HiCache:
                 l2_slots=tuple(l2.slot_counts) if l2 is not None else tuple(0 for _ in groups),
                 has_l3=l3 is not None,
                 prefetch_threshold_tokens=self._prefetch_policy.threshold_tokens,
+                double_buffering=double_buffering,
             ),
             write_policy=write_policy_of(write_policy),
+            snapshot_policy=snapshot_policy,
         )
         self._changed = threading.Condition(threading.RLock())
         self._completions: deque[Completion] = deque()
@@ -162,6 +179,8 @@ class HiCache:
         device: str = "cpu",
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
+        snapshot_policy: SnapshotPolicy | None = None,
+        double_buffering: bool = False,
     ) -> Self:
         """Build the pools and connect to L3. Never fails when L3 is away, nor waits for it, but as said below.
 
@@ -169,6 +188,8 @@ class HiCache:
         process (``lmdb:///path``, ``file:///path``, of ``l3_capacity_bytes``), or None. ``salt`` keeps what the
         engine's own tenants may not share apart; ``token`` is what hicached knows the engine by. ``write_policy`` is
         ``write_through``, ``write_through_selective``, ``write_back``, or one of hicache.policies.write.
+        ``double_buffering`` says that the engine reads states from ``Request.state_source``: they are not copied within
+        L1 then.
 
         ``deployment`` names engines that must find each other's state, as a prefill and a decode engine must. While one
         of them is connected, hicached refuses one with another ``spec`` or ``salt``. This call waits for hicached's
@@ -206,7 +227,17 @@ class HiCache:
                     deployment=deployment,
                     salt=salt,
                 )
-            return cls(spec, l1=l1, l2=l2, l3=client, salt=salt, prefetch=prefetch, write_policy=policy)
+            return cls(
+                spec,
+                l1=l1,
+                l2=l2,
+                l3=client,
+                salt=salt,
+                prefetch=prefetch,
+                write_policy=policy,
+                snapshot_policy=snapshot_policy,
+                double_buffering=double_buffering,
+            )
         except BaseException:
             if client is not None:
                 client.close()
@@ -323,17 +354,56 @@ class HiCache:
             keys = request._append(array)
             self._directory.append(record, keys, token_count=request.token_count)
 
-    def store(self, request: Request, *, computed: int, state_at: int | None = None, state_pending: int = 0) -> None:
+    def next_state_stop(self, request: Request, *, computed: int, until: int, ends_at: int | None = None) -> int | None:
+        """The first page boundary in ``(computed, until]`` at which the snapshot policy wants the state; None: none.
+
+        ``until`` is where the engine would stop anyway: a chunk end, or as far as it decodes in one step. ``ends_at``
+        is where the sequence ends, if the engine knows. Ask before each step, and store the state at that boundary.
+        """
+        with self._changed:
+            self._check_open()
+            stop = self._directory.next_state_stop(
+                self._record_of(request), computed=computed, until=until, ends_at=ends_at
+            )
+            self._pump()
+            return stop
+
+    def state_moved(self, request: Request) -> None:
+        """With double buffering: compute has been asked to do the step that reads every state from ``state_source`` and
+        writes it to ``state_slot``, where it is read from now on. Does nothing when they are the same already.
+
+        A step that leaves the state where it was, such as drafts that wait in a ring, moves nothing.
+        """
+        with self._changed:
+            self._directory.state_moved(self._record_of(request))
+            self._changed.notify_all()  # who waits for room may find a snapshot to evict
+
+    def store(
+        self,
+        request: Request,
+        *,
+        computed: int,
+        state_at: int | None = None,
+        state_pending: int = 0,
+        donate: bool = False,
+    ) -> None:
         """Tokens ``[0, computed)`` are in the request's L1 pages: publish the full ones, and begin to write them down.
 
-        With ``state_at`` the live state is copied as the snapshot of that boundary; it must equal ``computed``, a
+        With ``state_at`` the live state is kept as the snapshot of that boundary; it must equal ``computed``, a
         multiple of the page size, and be committed: ``state_pending``, the updates in the ring or resting on drafts,
         must be 0. Raises StateNotCommitted otherwise, and publishes nothing.
+
+        The snapshot is a copy. With ``donate`` it is the live slot itself: the request has none after that and can only
+        be released. With double buffering the request may have gone on in another slot when this returns.
         """
         with self._changed:
             self._check_open()
             self._directory.store(
-                self._record_of(request), computed=computed, state_at=state_at, state_pending=state_pending
+                self._record_of(request),
+                computed=computed,
+                state_at=state_at,
+                state_pending=state_pending,
+                donate=donate,
             )
             self._pump()
 

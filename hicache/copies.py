@@ -49,6 +49,10 @@ class Copies(Protocol):
         """Empty all fields of states."""
         ...
 
+    def clear(self, group: int, targets: Sequence[int]) -> None:
+        """Empty the transient fields of states."""
+        ...
+
 
 class ReferenceCopies:
     """Copies in plain torch, on any device."""
@@ -93,6 +97,10 @@ class ReferenceCopies:
         """See Copies."""
         for transient in (False, True):
             clear_states(self._l1.fields(group, transient=transient), slots=targets)
+
+    def clear(self, group: int, targets: Sequence[int]) -> None:
+        """See Copies."""
+        clear_states(self._l1.fields(group, transient=True), slots=targets)
 
     def _second_tier(self) -> L2Pool:
         if self._l2 is None:

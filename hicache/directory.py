@@ -7,14 +7,15 @@ from dataclasses import dataclass
 
 from hicache.errors import ConfigError, StateNotCommitted, UsageError
 from hicache.index import Index
-from hicache.jobbook import JobBook, Outcomes
-from hicache.jobs import Completion, CopyItem, CopyJob, CopyKind, Job
+from hicache.jobbook import JobBook
+from hicache.jobs import Completion, Job
 from hicache.loader import Load, Loader
 from hicache.node import Keep, Node, Tier
+from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy, WriteThrough
 from hicache.prefetch import Prefetcher, PrefetchLimits
 from hicache.request import RequestRecord
-from hicache.slots import slot_of
+from hicache.snapshots import Snapshots
 from hicache.spec import CacheSpec, StateGroup
 from hicache.stats import DirectoryStats, pages_by_source
 from hicache.write_ahead import WriteAhead
@@ -33,6 +34,7 @@ class DirectoryConfig:
     prefetch_l2_share: float = 0.5
     store_l2_share: float = 0.5
     l3_confirm_interval_s: float = 60.0
+    double_buffering: bool = False
 
     def __post_init__(self) -> None:
         if self.has_l3 and not any(self.l2_slots):
@@ -65,7 +67,14 @@ class Directory:
     ``load``, ``extend`` and ``store`` as often as it likes, and ``release``, which is legal at any time after ``open``.
     """
 
-    def __init__(self, spec: CacheSpec, config: DirectoryConfig, *, write_policy: WritePolicy | None = None) -> None:
+    def __init__(
+        self,
+        spec: CacheSpec,
+        config: DirectoryConfig,
+        *,
+        write_policy: WritePolicy | None = None,
+        snapshot_policy: SnapshotPolicy | None = None,
+    ) -> None:
         self.spec = spec
         policy = write_policy or WriteThrough()
         self.stats = DirectoryStats(spec.object_bytes)
@@ -99,10 +108,20 @@ class Directory:
             PrefetchLimits(config.has_l3, spec.page_tokens, config.prefetch_threshold_tokens, config.prefetch_l2_share),
             self.stats,
         )
-        self._loader = Loader(spec, self.index, self._jobs, self._prefetcher, self.stats)
         self._has_l3 = config.has_l3
-        self._state_groups = tuple(g for g, group in enumerate(spec.groups) if isinstance(group, StateGroup))
-        self._paged_groups = tuple(g for g in range(len(spec.groups)) if g not in self._state_groups)
+        self._snapshots = Snapshots(
+            spec,
+            self.index,
+            self._jobs,
+            self._writer,
+            snapshot_policy or SnapshotPolicy(),
+            self.stats,
+            double_buffering=config.double_buffering,
+        )
+        self._loader = Loader(
+            spec, self.index, self._jobs, self._prefetcher, self.stats, double_buffering=config.double_buffering
+        )
+        self._paged_groups = tuple(g for g, group in enumerate(spec.groups) if not isinstance(group, StateGroup))
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
@@ -144,7 +163,7 @@ class Directory:
         ``now_s``, by any clock that goes forward, tells how long ago L3 was last asked about what matched.
         """
         prompt_pages = min(len(keys), max(0, token_count - 1) // self.spec.page_tokens)
-        record = RequestRecord(keys, token_count, prompt_pages, [[] for _ in self.spec.groups], {})
+        record = RequestRecord(keys, token_count, token_count, prompt_pages, [[] for _ in self.spec.groups], {})
         pages = self.index.match(keys[:prompt_pages])
         record.keep = self.index.keep(keys, pages)
         self.index.touch(record.keep.entries)
@@ -178,7 +197,7 @@ class Directory:
 
         ``patient``: also when it has none but for what is about to be written down, which would be lost.
         """
-        self._check_loaded(record)
+        self._check_running(record)
         pages = -(-tokens // self.spec.page_tokens)
         taken: list[tuple[int, list[int]]] = []
         for group in self._paged_groups:
@@ -200,30 +219,57 @@ class Directory:
         record.keys += keys
         record.token_count = token_count
 
-    def store(self, record: RequestRecord, *, computed: int, state_at: int | None, state_pending: int) -> None:
+    def next_state_stop(
+        self, record: RequestRecord, *, computed: int, until: int, ends_at: int | None = None
+    ) -> int | None:
+        """The first page boundary in ``(computed, until]`` at which the policy wants a snapshot that is not there.
+
+        ``until`` is where the request would stop anyway, ``ends_at`` where its sequence ends, if that is known. With
+        double buffering the slots are prepared in which the request can go on from there.
+        """
+        self._check_running(record)
+        return self._snapshots.next_stop(record, computed=computed, until=until, ends_at=ends_at)
+
+    def state_moved(self, record: RequestRecord) -> None:
+        """Compute has been asked to read the states from their sources and to write them to the live slots.
+
+        From now on they are read from there, and the sources are let go. Does nothing without sources.
+        """
+        self._check_running(record)
+        self._snapshots.moved(record)
+
+    def store(
+        self, record: RequestRecord, *, computed: int, state_at: int | None, state_pending: int, donate: bool = False
+    ) -> None:
         """Tokens ``[0, computed)`` are in L1: publish their full pages, and a snapshot of the live state if asked for.
 
         ``state_at`` says that the live state stands after exactly so many tokens, ``state_pending`` how many updates
         wait in its ring or depend on drafts. Raises StateNotCommitted, and publishes nothing, unless ``state_at`` is
-        the page boundary at ``computed`` and nothing is pending.
+        the page boundary at ``computed``, nothing is pending, and the live state cannot stand anywhere else.
+
+        With ``donate`` the live slot itself becomes the snapshot, and the request can only be released after that.
         """
-        self._check_loaded(record)
+        self._check_running(record)
         self._check_computed(record, computed)
         if state_at is not None:
-            self._check_committed(computed, state_at, state_pending)
+            self._check_committed(record, computed, state_at, state_pending)
+        elif donate:
+            raise UsageError("donate: the state of which boundary? Give it as state_at")
+        record.computed = max(record.computed, computed)
         for page in range(record.published_pages, computed // self.spec.page_tokens):
             self._publish_page(record, page)
         record.published_pages = max(record.published_pages, computed // self.spec.page_tokens)
         if self.index.rule.full_mask and record.published_pages:
             self.index.hold(record.keep, self.index.nodes[record.keys[record.published_pages - 1]])
-        if state_at:
-            self._snapshot(record, state_at // self.spec.page_tokens - 1)
+        if state_at is not None:
+            keep_state = self._snapshots.donate if donate else self._snapshots.take
+            keep_state(record, state_at // self.spec.page_tokens)
         self._touch(record)
         self._write(record)
         self._keep_up()
 
     def write_again(self, record: RequestRecord) -> None:
-        """Send down what of the request's published pages is here and not below, whatever the write policy waits for."""
+        """Send down what of the request's published pages is here and not below, whatever the write policy says."""
         self._writer.send_down(self._published_nodes(record))
 
     def is_being_written(self, record: RequestRecord) -> bool:
@@ -251,15 +297,13 @@ class Directory:
             self._prefetcher.conclude(record.prefetch, used_pages=0, reason="aborted")
         if self._touch(record):
             self._write(record)
+        self._snapshots.let_go(record)
         self.index.touch(record.keep.entries)
         self.index.touch_path(record.keep.path)
         self.index.let_go(record.keep)
         for group, table in enumerate(record.tables):
             self.index.release(Tier.L1, group, table)
             table.clear()
-        for group, handle in record.live.items():
-            self.index.release(Tier.L1, group, [handle])
-        record.live.clear()
         self._keep_up()
 
     def _touch(self, record: RequestRecord) -> bool:
@@ -303,53 +347,19 @@ class Directory:
             if not self.index.rule.full_mask >> group & 1:
                 record.keep.entries.append(self.index.pin(entry))
 
-    def _snapshot(self, record: RequestRecord, page: int) -> None:
-        """Copy the live state into slots of its own, published when every group's copy is complete."""
-        node = self.index.obtain(record.keys, page)
-        there = node.masks[Tier.L1] | node.copying
-        groups = [group for group in self._state_groups if not there >> group & 1]
-        targets: dict[int, int] = {}
-        for group in groups:
-            handles = self.index.acquire(Tier.L1, group, 1)
-            if handles is None:
-                self._abandon_snapshot(node, targets)
-                self.stats.skipped["snapshot.no_device_capacity"] += 1
-                return
-            targets[group] = handles[0]
-        if not targets:
-            return
-        live = {group: self.index.pools[Tier.L1][group].hold(record.live[group]) for group in targets}
-        items = tuple(CopyItem(group, slot_of(live[group]), slot_of(target)) for group, target in targets.items())
-        node.copying |= sum(1 << group for group in targets)
-        self._jobs.emit(
-            lambda job_id: CopyJob(job_id, CopyKind.SNAPSHOT, items),
-            lambda outcomes: self._snapshot_taken(node, live, targets, outcomes),
-        )
-
-    def _snapshot_taken(self, node: Node, live: dict[int, int], targets: dict[int, int], outcomes: Outcomes) -> None:
-        self.stats.count("snapshot", targets, outcomes)
-        node.copying &= ~sum(1 << group for group in targets)
-        for group, source in live.items():
-            self.index.release(Tier.L1, group, [source])
-        if not all(outcome.is_ok for outcome in outcomes):
-            self._abandon_snapshot(node, targets)
-            return
-        for group, target in targets.items():
-            self.index.publish(node, Tier.L1, group, target)
-        self._writer.write([node.key])
-
-    def _abandon_snapshot(self, node: Node, targets: dict[int, int]) -> None:
-        for group, target in targets.items():
-            self.index.release(Tier.L1, group, [target])
-        self.index.prune(node)
-
     # -- checks ------------------------------------------------------------------------------------------------------
 
     def _check_not_released(self, record: RequestRecord) -> None:
         if record.released:
             raise UsageError("the request has been released already")
 
-    def _check_loaded(self, record: RequestRecord) -> None:
+    def _check_running(self, record: RequestRecord) -> None:
+        self._check_loaded(record)
+        if record.donated:
+            raise UsageError("the request has donated its state: it can only be released")
+
+    @staticmethod
+    def _check_loaded(record: RequestRecord) -> None:
         if record.released or not record.is_loaded:
             state = "released" if record.released else "not loaded"
             raise UsageError(f"the request is {state}: extend and store come between load and release")
@@ -360,7 +370,7 @@ class Directory:
         if not 0 <= computed <= limit:
             raise UsageError(f"computed = {computed}: the request has tokens and pages for 0 to {limit}")
 
-    def _check_committed(self, computed: int, state_at: int, state_pending: int) -> None:
+    def _check_committed(self, record: RequestRecord, computed: int, state_at: int, state_pending: int) -> None:
         if state_pending:
             raise StateNotCommitted(
                 f"state_pending = {state_pending}: fold the ring into the state and settle all drafts before a snapshot"
@@ -369,4 +379,13 @@ class Directory:
             raise StateNotCommitted(
                 f"state_at = {state_at}: a snapshot is taken where the state and all pages end,"
                 f" at computed = {computed}, on a multiple of {self.spec.page_tokens} tokens"
+            )
+        if state_at < record.computed:
+            raise StateNotCommitted(
+                f"state_at = {state_at}: {record.computed} tokens are in the state already, and none can be taken back"
+            )
+        if record.sources and state_at != record.sources_at:
+            raise StateNotCommitted(
+                f"state_at = {state_at}: the state is still that of {record.sources_at} tokens, in the slot that"
+                " state_source names: call state_moved after the step that wrote state_slot"
             )

@@ -54,11 +54,11 @@ class ExecutorLimits:
 class Executor:
     """Completes every job exactly once, whatever happens, and never raises into the engine for a fault.
 
-    SNAPSHOT, RESTORE, RESET and LOAD run in the thread that submits them, so that what this thread computes next sees
-    them; BACKUP runs in a copy thread after what this thread had asked compute to do; jobs for L3 run in threads of
-    their own kind. Outcomes that are made here: IO_ERROR for a copy or call that raised, BAD_RANGE for a slot or group
-    that does not exist, UNAVAILABLE without L3, DEADLINE for what was not begun in time, REFUSED when too many jobs of
-    the kind are open, CANCELLED for jobs given up by ``close`` or submitted after it.
+    SNAPSHOT, RESTORE, RESET, CLEAR and LOAD run in the thread that submits them, so that what this thread computes
+    next sees them; BACKUP runs in a copy thread after what this thread had asked compute to do; jobs for L3 run in
+    threads of their own kind. Outcomes that are made here: IO_ERROR for a copy or call that raised, BAD_RANGE for a
+    slot or group that does not exist, UNAVAILABLE without L3, DEADLINE for what was not begun in time, REFUSED when
+    too many jobs of the kind are open, CANCELLED for jobs given up by ``close`` or submitted after it.
 
     Sources and targets are the executor's from ``submit`` until the job's completion.
     """
@@ -339,6 +339,8 @@ class Executor:
                 self._copies.restore(group, sources, targets)
             case CopyKind.RESET:
                 self._copies.reset(group, targets)
+            case CopyKind.CLEAR:
+                self._copies.clear(group, targets)
 
     def _copy_fault(self, kind: CopyKind, error: Exception) -> None:
         self._fault(f"copy.{kind}", "%s failed: %r", kind.value, error)

@@ -18,6 +18,7 @@ class CopyKind(StrEnum):
     SNAPSHOT = "snapshot"  # L1 -> L1: the live state slot into a snapshot slot
     RESTORE = "restore"  # L1 -> L1: a snapshot slot into a live slot, transient fields emptied
     RESET = "reset"  # a live state slot emptied, all fields; source equals target
+    CLEAR = "clear"  # the transient fields of a live state slot emptied; source equals target
 
 
 class CopyItem(msgspec.Struct, frozen=True, array_like=True, gc=False):

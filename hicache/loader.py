@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 
@@ -43,6 +43,7 @@ class _LoadUnderWay:
     record: RequestRecord
     pages: int
     copies: list[_Copy]
+    sources: dict[int, Entry]  # snapshots that are read where they are, by group
     lives: list[tuple[int, int]]  # (group, L1 handle), held
     jobs_left: int = 0
     failed: list[Part] = field(default_factory=list)
@@ -53,14 +54,26 @@ class Loader:
     prefix back to an earlier legal stop: the caller asks again, and what failed is left out for this request."""
 
     def __init__(
-        self, spec: CacheSpec, index: Index, jobs: JobBook, prefetcher: Prefetcher, stats: DirectoryStats
+        self,
+        spec: CacheSpec,
+        index: Index,
+        jobs: JobBook,
+        prefetcher: Prefetcher,
+        stats: DirectoryStats,
+        *,
+        double_buffering: bool,
     ) -> None:
         self._index = index
         self._jobs = jobs
         self._prefetcher = prefetcher
         self._stats = stats
         self._page_tokens = spec.page_tokens
-        self._state_groups = tuple(g for g, group in enumerate(spec.groups) if isinstance(group, StateGroup))
+        self._double_buffering = double_buffering
+        states = [(number, group) for number, group in enumerate(spec.groups) if isinstance(group, StateGroup)]
+        self._state_groups = tuple(number for number, _ in states)
+        self._transient_groups = tuple(
+            number for number, group in states if any(field.transient for field in group.fields)
+        )
         self._paged_groups = tuple(g for g in range(len(spec.groups)) if g not in self._state_groups)
 
     def load(self, record: RequestRecord, *, patient: bool = False) -> Load:
@@ -142,10 +155,12 @@ class Loader:
         for copy in copies:
             page, group = copy.part
             record.tables[group][page] = copy.target
-        copies += self._restores(record, path)
+        states = {} if not path else {group: self._entry(path[-1], group) for group in record.live}
+        sources = {g: entry for g, entry in states.items() if self._double_buffering and entry.tier is Tier.L1}
+        copies += [_Copy((pages - 1, g), entry, record.live[g]) for g, entry in states.items() if g not in sources]
         self._index.let_go(record.keep)
         record.keep = keep
-        self._emit(record, pages, copies)
+        self._emit(record, pages, copies, sources)
         return True
 
     def _on_device(self, path: Sequence[Node | None], group: int) -> list[int | None]:
@@ -178,13 +193,6 @@ class Loader:
             ]
         return copies
 
-    def _restores(self, record: RequestRecord, path: Sequence[Node | None]) -> list[_Copy]:
-        """The copies that give the live states their snapshots."""
-        if not path:
-            return []
-        page = len(path) - 1
-        return [_Copy((page, group), self._entry(path[page], group), target) for group, target in record.live.items()]
-
     @staticmethod
     def _entry(node: Node | None, group: int, tier: Tier | None = None) -> Entry:
         entry = None if node is None else node.nearest(group)
@@ -192,9 +200,12 @@ class Loader:
         assert tier in (None, entry.tier), "what is not in L1 is in L2"
         return entry
 
-    def _emit(self, record: RequestRecord, pages: int, copies: list[_Copy]) -> None:
-        if not copies and (pages or not record.live):
-            self._loaded(record, pages, copies)
+    def _emit(self, record: RequestRecord, pages: int, copies: list[_Copy], sources: dict[int, Entry]) -> None:
+        emptied = {
+            g: live for g, live in record.live.items() if not pages or (g in sources and g in self._transient_groups)
+        }
+        if not copies and not emptied:
+            self._loaded(record, pages, copies, sources)
             return
         record.loading = True
         pools = self._index.pools[Tier.L1]
@@ -202,14 +213,15 @@ class Loader:
             self._index.pin(copy.source)
             pools[copy.part[1]].hold(copy.target)
         lives = [(group, pools[group].hold(handle)) for group, handle in record.live.items()]
-        load = _LoadUnderWay(record, pages, copies, lives)
+        load = _LoadUnderWay(record, pages, copies, sources, lives)
         items: dict[CopyKind, list[tuple[Part, CopyItem]]] = {}
         for copy in copies:
             kind = CopyKind.LOAD if copy.source.tier is Tier.L2 else CopyKind.RESTORE
             item = CopyItem(copy.part[1], slot_of(copy.source.handle), slot_of(copy.target))
             items.setdefault(kind, []).append((copy.part, item))
-        if not pages:
-            items[CopyKind.RESET] = [((0, g), CopyItem(g, slot_of(live), slot_of(live))) for g, live in lives]
+        if emptied:
+            kind, page = (CopyKind.CLEAR, pages - 1) if pages else (CopyKind.RESET, 0)
+            items[kind] = [((page, g), CopyItem(g, slot_of(live), slot_of(live))) for g, live in emptied.items()]
         load.jobs_left = len(items)
         for kind, pairs in items.items():
             self._emit_copy(kind, load, [part for part, _ in pairs], tuple(item for _, item in pairs))
@@ -231,7 +243,7 @@ class Loader:
         elif load.failed:
             self._cut_back(load.record, load.failed, is_reset=kind is CopyKind.RESET)
         else:
-            self._loaded(load.record, load.pages, load.copies)
+            self._loaded(load.record, load.pages, load.copies, load.sources)
         for copy in load.copies:
             self._index.unpin(copy.source)
             self._index.release(Tier.L1, copy.part[1], [copy.target])
@@ -250,8 +262,9 @@ class Loader:
         else:
             record.lost.update(failed)
 
-    def _loaded(self, record: RequestRecord, pages: int, copies: Sequence[_Copy]) -> None:
-        """Every copy has arrived: publish the pages in L1 and keep them; let go of L2 and of the snapshots."""
+    def _loaded(self, record: RequestRecord, pages: int, copies: Sequence[_Copy], sources: Mapping[int, Entry]) -> None:
+        """Every copy has arrived: publish the pages in L1 and keep them; let go of L2 and of copied snapshots."""
+        record.sources = {group: self._index.pin(entry) for group, entry in sources.items()}
         self._account(record, pages, copies)
         for copy in copies:
             node, group = copy.source.node, copy.part[1]
@@ -264,6 +277,7 @@ class Loader:
             self._index.unpin(entry)
             used.entries.remove(entry)
         record.loaded_pages = record.published_pages = pages
+        record.computed = record.sources_at = pages * self._page_tokens
         if record.prefetch is not None:
             self._prefetcher.conclude(record.prefetch, used_pages=pages, reason=record.cut_reason)
 
@@ -283,3 +297,6 @@ class Loader:
         self._stats.tokens_requested += record.token_count
         attention = self._index.attention_pages(record.keys[: record.prompt_pages])
         self._stats.tokens_attention_only += max(0, attention - pages) * self._page_tokens
+        record.shared_pages = (
+            attention if record.prefetch is None else self._prefetcher.known_pages(record.prefetch, attention)
+        )

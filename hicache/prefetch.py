@@ -86,6 +86,17 @@ class Prefetcher:
         )
         return prefetch
 
+    def known_pages(self, prefetch: Prefetch, resident_pages: int) -> int:
+        """Leading pages whose full-attention objects are here or, as the lookup said, in L3; of the first
+        ``resident_pages`` the caller knows that they are."""
+        full = self._index.rule.full_mask
+        pages = resident_pages
+        while full and pages < len(prefetch.keys):
+            if (self._index.resident(prefetch.keys[pages]) | prefetch.remote[pages]) & full != full:
+                break
+            pages += 1
+        return pages
+
     def conclude(self, prefetch: Prefetch, *, used_pages: int, reason: str) -> None:
         """The request takes a prefix of ``used_pages`` and waits no longer; the rest is dropped, by ``reason``.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from hicache.node import Keep
+from hicache.node import Entry, Keep
 from hicache.prefetch import Prefetch
 
 
@@ -17,9 +17,15 @@ class RequestRecord:
 
     keys: list[bytes]  # of all full pages
     token_count: int
+    prompt_tokens: int  # as it was opened
     prompt_pages: int  # pages that may be restored: at least the last token is left to compute
     tables: list[list[int | None]]  # by group; empty for state groups
     live: dict[int, int]  # the live state slot by group
+    sources: dict[int, Entry] = field(default_factory=dict)  # snapshots that live states are still read from, pinned
+    sources_at: int = 0  # the boundary of these snapshots, in tokens
+    spares: dict[int, int] = field(default_factory=dict)  # slots to go on in, by group; transient fields empty
+    preparing: bool = False  # spares are being emptied
+    has_surplus: bool = False  # too many snapshots on its path were in use when one more was taken
     keep: Keep = field(default_factory=Keep)  # what it keeps from eviction
     prefetch: Prefetch | None = None
     lost: set[tuple[int, int]] = field(default_factory=set)  # (page, group) whose load failed for this request
@@ -29,12 +35,21 @@ class RequestRecord:
     loading: bool = False
     reset_failed: bool = False  # the last load could not even empty the live state
     cut_reason: str = "not_usable"  # why the load took less than the prefetch promised, if it did
+    shared_pages: int = 0  # leading pages of the prompt whose attention was known when it was loaded
+    claim: bytes | None = None  # the branch point at which it is going to stop, so that others need not
+    computed: int = 0  # the most tokens that were said to be computed: the live state is not before them
     published_pages: int = 0
     touched_pages: int = 0  # pages that the write policy has been told of
     written_pages: int = 0  # pages that need no more looking at by the writer
+    donated: bool = False  # its live states have become a snapshot
     released: bool = False
 
     @property
     def is_loaded(self) -> bool:
         """Whether the page tables cover a restored (maybe empty) prefix."""
         return self.loaded_pages is not None
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it needs no states any more."""
+        return self.released or self.donated

@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 
 from hicache.outcome import Outcome
 
+_LEGS_WITHOUT_PAYLOAD = ("lookup", "confirm", "clear")
+
 
 @dataclass(slots=True)
 class DirectoryStats:
@@ -31,12 +33,13 @@ class DirectoryStats:
     bytes_moved: Counter[str] = field(default_factory=Counter)  # payload bytes of the objects that went well, by leg
     skipped: Counter[str] = field(default_factory=Counter)  # backups and snapshots not taken, by reason
     tokens_lost: Counter[str] = field(default_factory=Counter)  # evicted unwritten, by "<tier>.<group>"
+    snapshots_thinned: int = 0  # boundaries whose snapshot went because its path had too many
 
     def count(self, leg: str, groups: Iterable[int], outcomes: Iterable[Outcome]) -> None:
         """Objects that went, or did not go, over ``leg``: backup, store, fetch, load, restore, snapshot, lookup, ..."""
         for group, outcome in zip(groups, outcomes, strict=True):
             self.objects[f"{leg}.{outcome.name.lower()}"] += 1
-            if outcome.is_ok and leg not in ("lookup", "confirm"):
+            if outcome.is_ok and leg not in _LEGS_WITHOUT_PAYLOAD:
                 self.bytes_moved[leg] += self.object_bytes[group]
 
 

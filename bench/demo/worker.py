@@ -19,6 +19,7 @@ from bench.tiny_reference import Reference, reference_generate, restored_differe
 from hicache.cache import HiCache, Request
 from hicache.client import ClientState, DaemonL3
 from hicache.policies.prefetch import PrefetchPolicy
+from hicache.policies.snapshot import SnapshotPolicy
 from hicache.spec import StateGroup
 
 # Written into the rings of every live state before it is snapshotted: must be found in L1, and nowhere below.
@@ -202,6 +203,7 @@ class _Worker:
                 token=tenant.token,
                 salt=tenant.salt,
                 prefetch=PrefetchPolicy(mode="timeout", base_s=2.0, hard_cap_s=5.0, threshold_tokens=32),
+                snapshot_policy=SnapshotPolicy(state_interval_tokens=64),
             )
             self._caches[tenant.name] = cache
             assert cache.l3 is not None
@@ -281,13 +283,21 @@ class _PoisoningCache:
     def __getattr__(self, name: str) -> Any:  # Any: whatever HiCache has
         return getattr(self._cache, name)
 
-    def store(self, request: Request, *, computed: int, state_at: int | None = None, state_pending: int = 0) -> None:
+    def store(
+        self,
+        request: Request,
+        *,
+        computed: int,
+        state_at: int | None = None,
+        state_pending: int = 0,
+        donate: bool = False,
+    ) -> None:
         """See HiCache.store."""
         if state_at is not None and state_pending == 0:
             for index, group in enumerate(self._cache.spec.groups):
                 if isinstance(group, StateGroup):
                     self._fill(index, group, request.state_slot(index))
-        self._cache.store(request, computed=computed, state_at=state_at, state_pending=state_pending)
+        self._cache.store(request, computed=computed, state_at=state_at, state_pending=state_pending, donate=donate)
 
     def _fill(self, index: int, group: StateGroup, slot: int) -> None:
         for state_field in group.fields:

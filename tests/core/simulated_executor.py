@@ -11,6 +11,7 @@ from hicache.outcome import Outcome
 from hicache.spec import CacheSpec
 
 EMPTY = "empty state"
+CLEAR = "rubbish with empty transient fields"
 GARBAGE = "garbage"
 
 Slots = list[dict[int, object]]  # by group: slot -> value
@@ -159,6 +160,8 @@ class SimulatedExecutor:
                 return memory.l2[item.group].get(item.slot, GARBAGE)  # type: ignore[attr-defined]
             case CopyJob(kind=CopyKind.RESET):
                 return EMPTY
+            case CopyJob(kind=CopyKind.CLEAR):
+                return CLEAR
             case CopyJob(kind=CopyKind.LOAD):
                 return memory.l2[item.group].get(item.source, GARBAGE)  # type: ignore[attr-defined]
         return memory.l1[item.group].get(item.source, GARBAGE)  # type: ignore[attr-defined]

@@ -86,6 +86,7 @@ class SmallEngine:
                 self.settle()
                 assert self.cache.extend(request, tokens=end)
             self.write_page(request, tokens, end)
+            self.cache.state_moved(request)
             self.cache.store(request, computed=end, state_at=end if snapshot and self.spec.has_state else None)
 
     def write_page(self, request: Request, tokens: Sequence[int], end: int) -> None:
@@ -114,7 +115,8 @@ class SmallEngine:
                     assert torch.equal(held, pattern(tokens[: (page + 1) * PAGE], group.name, held.shape))
             else:
                 for field in group.fields:
-                    held = self.cache.l1.state[index][field.name][:, request.state_slot(index)]
+                    slot = request.state_slot(index) if field.transient else request.state_source(index)
+                    held = self.cache.l1.state[index][field.name][:, slot]
                     if restored and not field.transient:
                         assert torch.equal(held, pattern(tokens[:restored], f"{group.name}.{field.name}", held.shape))
                     else:

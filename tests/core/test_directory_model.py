@@ -12,11 +12,21 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initial
 
 from hicache.jobs import Job
 from hicache.outcome import Outcome
+from hicache.policies.snapshot import SnapshotPolicy
 from hicache.spec import Group
 from tests.core.simulated_executor import Fault, no_fault
 from tests.core.world import MODELS, PAGE, POLICIES, Live, World
 
 TOKENS = st.lists(st.integers(0, 1), max_size=13)
+SNAPSHOT_POLICIES = st.builds(
+    SnapshotPolicy,
+    chunk_ends=st.booleans(),
+    branch_points=st.booleans(),
+    ends=st.booleans(),
+    prefill_interval_tokens=st.none() | st.sampled_from([PAGE, 3 * PAGE]),
+    state_interval_tokens=st.none() | st.sampled_from([PAGE, 3]),
+    cap_per_path=st.none() | st.integers(1, 4),
+)
 FAULTS = st.sampled_from([0, 0, 0]) | st.integers(0, 255)
 
 
@@ -45,6 +55,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         share=st.sampled_from([0.2, 0.5, 1.0]),
         job_items_max=st.sampled_from([1, 2, 16]),
         policy=st.sampled_from(list(POLICIES)),
+        snapshot_policy=SNAPSHOT_POLICIES,
+        double_buffering=st.booleans(),
     )
     def start(
         self,
@@ -56,6 +68,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         share: float,
         job_items_max: int,
         policy: str,
+        snapshot_policy: SnapshotPolicy,
+        double_buffering: bool,
     ) -> None:
         self.world = World(
             groups,
@@ -68,6 +82,8 @@ class DirectoryMachine(RuleBasedStateMachine):
             store_l2_share=share,
             seconds_per_request=25.0,
             policy=POLICIES[policy],
+            snapshot_policy=snapshot_policy,
+            double_buffering=double_buffering,
         )
 
     @rule(target=requests, tokens=TOKENS)
@@ -98,10 +114,33 @@ class DirectoryMachine(RuleBasedStateMachine):
         if live in self.world.live and live.record.is_loaded:
             self.world.append(live, tokens)
 
-    @rule(live=requests, pages=st.integers(0, 3), snapshot=st.booleans(), faults=FAULTS, patient=st.booleans())
-    def compute(self, live: Live, pages: int, snapshot: bool, faults: int, patient: bool) -> None:
+    @rule(
+        live=requests,
+        pages=st.integers(0, 3),
+        snapshot=st.booleans(),
+        moves=st.booleans(),
+        donate=st.integers(0, 9).map(lambda chance: chance == 0),
+        faults=FAULTS,
+        patient=st.booleans(),
+    )
+    def compute(
+        self, live: Live, pages: int, snapshot: bool, moves: bool, donate: bool, faults: int, patient: bool
+    ) -> None:
         if live in self.world.live:
-            self.world.compute(live, pages=pages, snapshot=snapshot, fault=faults_of(faults), patient=patient)
+            self.world.compute(
+                live,
+                pages=pages,
+                snapshot=snapshot,
+                moves=moves,
+                donate=donate,
+                fault=faults_of(faults),
+                patient=patient,
+            )
+
+    @rule(live=requests, pages=st.integers(1, 4), faults=FAULTS)
+    def compute_to_the_next_stop(self, live: Live, pages: int, faults: int) -> None:
+        if live in self.world.live:
+            self.world.compute_to_stop(live, pages=pages, fault=faults_of(faults))
 
     @rule(tokens=TOKENS, snapshot=st.booleans(), faults=FAULTS)
     def serve(self, tokens: list[int], snapshot: bool, faults: int) -> None:
@@ -164,6 +203,13 @@ class RandomWalk:
             store_l2_share=self.random.choice([0.1, 0.5, 1.0]),
             seconds_per_request=self.random.choice([0.0, 25.0, 100.0]),
             policy=POLICIES[policy],
+            snapshot_policy=SnapshotPolicy(
+                chunk_ends=self.random.random() < 0.5,
+                prefill_interval_tokens=self.random.choice([None, PAGE, 3 * PAGE]),
+                state_interval_tokens=self.random.choice([None, PAGE, 2 * PAGE]),
+                cap_per_path=self.random.choice([None, 1, 2, 4]),
+            ),
+            double_buffering=self.random.random() < 0.5,
         )
         self.trunks = [self.tokens(24) for _ in range(2)]
 
@@ -197,9 +243,18 @@ class RandomWalk:
                 world.prefetch(live)
         elif choice < 0.60:
             world.load(live, patient=choice < 0.52)
+        elif choice < 0.70:
+            world.compute(
+                live,
+                pages=self.random.randrange(4),
+                snapshot=self.random.random() < 0.6,
+                moves=self.random.random() < 0.8,
+                donate=self.random.random() < 0.1,
+                fault=self.fault(),
+                patient=choice < 0.65,
+            )
         elif choice < 0.80:
-            pages, snapshot = self.random.randrange(4), self.random.random() < 0.6
-            world.compute(live, pages=pages, snapshot=snapshot, fault=self.fault(), patient=choice < 0.70)
+            world.compute_to_stop(live, pages=self.random.randrange(1, 5), fault=self.fault())
         elif choice < 0.82:
             world.write_again(live)
         elif choice < 0.90:
@@ -241,7 +296,8 @@ def test_the_random_lives_reach_what_they_are_for() -> None:
     served: Counter[str] = Counter()
     lost: Counter[str] = Counter()
     objects: set[str] = set()
-    for seed in range(12):
+    thinned = 0
+    for seed in range(21):
         walk = RandomWalk(seed, policy=list(POLICIES)[seed % 3])
         for _ in range(300):
             walk.step()
@@ -249,7 +305,10 @@ def test_the_random_lives_reach_what_they_are_for() -> None:
             served += stats.tokens_by_source
             lost += stats.tokens_lost
             objects |= set(stats.objects)
+            thinned += stats.snapshots_thinned
     assert min(served[source] for source in ("l1", "l2", "l3", "computed")) > 5 * PAGE
     assert lost["l1.attn"] > 5 * PAGE
-    legs = ("backup", "store", "fetch", "load", "restore", "snapshot", "reset")
+    legs = ("backup", "store", "fetch", "load", "restore", "snapshot", "reset", "clear")
     assert objects >= {f"{leg}.{outcome}" for leg in legs for outcome in ("ok", "io_error")}
+    assert objects >= {"donate.ok", "hand_over.ok"}
+    assert thinned > 10

@@ -10,12 +10,13 @@ from hicache.directory import Directory, DirectoryConfig
 from hicache.jobs import CopyKind, StoreJob
 from hicache.keys import BlockKeys
 from hicache.node import Entry, Keep, Tier
+from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WriteBack, WritePolicy, WriteThrough, WriteThroughSelective
 from hicache.request import RequestRecord
 from hicache.slots import slot_of
 from hicache.spec import CacheSpec, Group, PagedGroup, StateField, StateGroup
 from hicache.stats import DirectoryStats
-from tests.core.simulated_executor import EMPTY, Fault, SimulatedExecutor, no_fault
+from tests.core.simulated_executor import CLEAR, EMPTY, Fault, SimulatedExecutor, no_fault
 
 PAGE = 2
 FULL = PagedGroup("attn", (0,), 1, 1, "float32")
@@ -48,7 +49,12 @@ class Live:
     record: RequestRecord
     tokens: list[int]
     computed: int = 0
+    moved_to: int = 0  # tokens that the state in the live slots has seen; the loaded ones before any were computed
     found: Keep | None = None  # what keeps what match has found, until the first load chooses
+
+    def state_at(self, page_tokens: int) -> int:
+        """Tokens that the state has seen."""
+        return max(self.moved_to, (self.record.loaded_pages or 0) * page_tokens)
 
 
 class World:
@@ -66,6 +72,7 @@ class World:
         job_items_max: int = 16,
         seconds_per_request: float = 0.0,
         policy: Callable[[], WritePolicy] = WriteThrough,
+        snapshot_policy: SnapshotPolicy | None = None,
         **config: object,
     ) -> None:
         self.spec = CacheSpec("m", "r", groups, page_tokens=PAGE)
@@ -78,6 +85,7 @@ class World:
         self.config = DirectoryConfig(l1_slots, l2_slots, **settings)  # type: ignore[arg-type]
         self.lives: list[DirectoryStats] = []  # one for each start
         self.policy = policy
+        self.snapshot_policy = snapshot_policy or SnapshotPolicy(cap_per_path=None)
         self.job_items_max = job_items_max
         self.begin()
         self.seconds_per_request = seconds_per_request
@@ -90,11 +98,14 @@ class World:
 
     def begin(self) -> None:
         """An engine has started: nothing is in L1 and L2."""
-        self.directory = Directory(self.spec, self.config, write_policy=self.policy())
+        self.directory = Directory(
+            self.spec, self.config, write_policy=self.policy(), snapshot_policy=self.snapshot_policy
+        )
         self.lives.append(self.directory.stats)
         self.lost: Counter[str] = Counter()
-        self._retract = self.directory.index.retract
-        self.directory.index.retract = self.count_lost  # type: ignore[method-assign]
+        room = self.directory.index._room
+        self._evict = room._evict
+        room._evict = self.count_lost  # type: ignore[method-assign]
         self.prefetcher, self.writer = self.directory._prefetcher, self.directory._writer  # their budgets are checked
         self.prefetcher._limits = replace(self.prefetcher._limits, job_items_max=self.job_items_max)
         self.writer._limits = replace(self.writer._limits, job_items_max=self.job_items_max)
@@ -105,7 +116,7 @@ class World:
         is_last = entry.node.entries[1 - entry.tier][entry.group] is None
         if is_last and self.is_unwritten(entry):
             self.lost[f"{entry.tier.name.lower()}.{self.spec.groups[entry.group].name}"] += PAGE
-        self._retract(entry)
+        self._evict(entry)
 
     def restart(self) -> None:
         """The engine dies and starts again: L3 keeps what has arrived, jobs under way have done nothing."""
@@ -148,30 +159,63 @@ class World:
         live.tokens = live.tokens + tokens
         self.directory.append(live.record, self.page_keys(live.tokens)[before:], token_count=len(live.tokens))
 
-    def compute(
-        self, live: Live, *, pages: int, snapshot: bool, fault: Fault = no_fault, patient: bool = False
-    ) -> bool:
-        """Compute up to ``pages`` further full pages and store them. False when not loaded, or L1 has no room."""
+    def next_stop(self, live: Live, *, pages: int, fault: Fault = no_fault) -> int | None:
+        """Ask where to stop within ``pages`` further pages; with double buffering, the spare slots are emptied."""
         record = live.record
-        if not record.is_loaded:
+        live.computed = max(live.computed, record.loaded_pages * PAGE)
+        until = live.computed + pages * PAGE
+        stop = self.directory.next_state_stop(record, computed=live.computed, until=until)
+        self.executor.run_kind(CopyKind.CLEAR, fault)
+        if stop is not None:
+            assert self.spec.has_state
+            assert live.computed < stop <= until
+            assert stop % PAGE == 0
+        return stop
+
+    def compute(
+        self,
+        live: Live,
+        *,
+        pages: int,
+        snapshot: bool,
+        donate: bool = False,
+        moves: bool = True,
+        fault: Fault = no_fault,
+        patient: bool = False,
+    ) -> bool:
+        """Compute up to ``pages`` further full pages and store them. False when not loaded, or L1 has no room.
+
+        Without ``moves`` the step leaves the state in its source, and its updates in a ring; there is no snapshot then.
+        """
+        record = live.record
+        if not record.is_loaded or record.donated:
             return False
         live.computed = max(live.computed, record.loaded_pages * PAGE)
         target = min(live.computed + pages * PAGE, len(live.tokens) // PAGE * PAGE)
         if not self.directory.extend(record, tokens=target, patient=patient):
             self.executor.collect()
             return False
+        if target == live.computed:
+            moves = not record.sources
         for page in range(live.computed // PAGE, target // PAGE):
             for group, table in enumerate(record.tables):
                 if table:
                     self.executor.compute(group, slot_of(table[page]), (self.truth[record.keys[page]], group))
-        if target > live.computed:
+        live.computed = target
+        if moves and target > live.state_at(PAGE):
             for group, handle in record.live.items():
                 self.executor.compute(group, slot_of(handle), (tuple(live.tokens[:target]), group))
-        live.computed = target
+            self.directory.state_moved(record)
+            live.moved_to = target
+        is_at = snapshot and self.spec.has_state and live.state_at(PAGE) == target
+        donates = donate and is_at
+        taken = self.snapshots_taken()
         self.directory.store(
-            record, computed=target, state_at=target if snapshot and self.spec.has_state else None, state_pending=0
+            record, computed=target, state_at=target if is_at else None, state_pending=0, donate=donates
         )
         self.executor.run_kind(CopyKind.SNAPSHOT, fault)  # in the order of compute itself, which goes on at once
+        if self.snapshots_taken() > taken:
+            self.check_cap(record, target // PAGE)
         return True
 
     def write_again(self, live: Live) -> None:
@@ -179,6 +223,19 @@ class World:
         if live.record.is_loaded:
             self.directory.write_again(live.record)
             self.executor.collect()
+
+    def snapshots_taken(self) -> int:
+        objects = self.directory.stats.objects
+        return sum(objects[f"{way}.ok"] for way in ("snapshot", "hand_over", "donate"))
+
+    def compute_to_stop(self, live: Live, *, pages: int, fault: Fault = no_fault) -> bool:
+        """Compute up to ``pages`` further pages, or to where the policy wants a snapshot before that."""
+        if not live.record.is_loaded or live.record.donated:
+            return False
+        stop = self.next_stop(live, pages=pages, fault=fault)
+        if stop is not None:
+            pages = (stop - live.computed) // PAGE
+        return self.compute(live, pages=pages, snapshot=stop is not None, fault=fault)
 
     def release(self, live: Live) -> None:
         self.directory.release(live.record)
@@ -363,7 +420,44 @@ class World:
                     else:
                         self.check_slot(group, table[page], (self.truth[record.keys[page]], group))
             for group, handle in record.live.items():
-                self.check_slot(group, handle, (tuple(live.tokens[:computed]), group) if computed else EMPTY)
+                self.check_state(live, group, handle)
+            for group, handle in record.spares.items():
+                self.check_clear(group, handle)
+
+    def check_state(self, live: Live, group: int, handle: int) -> None:
+        """A live state lies in its slot, or still in its source; then its slot has an empty ring to begin with."""
+        tokens = live.state_at(PAGE)
+        state = (tuple(live.tokens[:tokens]), group) if tokens else EMPTY
+        source = live.record.sources.get(group)
+        if source is None:
+            self.check_slot(group, handle, state)
+        else:
+            assert live.record.sources_at == tokens
+            assert source.node.entries[Tier.L1][group] is source
+            self.check_slot(group, source.handle, state)
+            self.check_clear(group, handle)
+
+    def check_clear(self, group: int, handle: int) -> None:
+        described = self.spec.groups[group]
+        assert isinstance(described, StateGroup)
+        if any(field.transient for field in described.fields):
+            self.check_slot(group, handle, CLEAR)
+
+    def check_cap(self, record: RequestRecord, pages: int) -> None:
+        """A path that a snapshot was just taken on has no more of them than the policy says, but for those in use."""
+        states = [group for group, described in enumerate(self.spec.groups) if isinstance(described, StateGroup)]
+        nodes = [self.directory.index.nodes.get(key) for key in record.keys[:pages]]
+        is_there = nodes[-1] is not None and all(nodes[-1].masks[Tier.L1] >> group & 1 for group in states)
+        if self.snapshot_policy.cap_per_path is None or not is_there:  # one of its groups failed, perhaps
+            return
+        there = [node for node in nodes if node is not None and any(node.resident >> group & 1 for group in states)]
+        idle = [
+            node
+            for node in there[:-1]
+            if not any((node.copying | node.storing) >> group & 1 for group in states)
+            and not any(entries[group] and entries[group].pins for entries in node.entries for group in states)
+        ]
+        assert len(there) <= self.snapshot_policy.cap_per_path or not idle
 
     def check_slot(self, group: int, handle: int, expected: object) -> None:
         for rank in self.executor.ranks:
@@ -415,8 +509,11 @@ class World:
         for live in self.live:
             for group, table in enumerate(live.record.tables):
                 holders[Tier.L1][group].update(handle for handle in table if handle is not None)
-            for group, handle in live.record.live.items():
-                holders[Tier.L1][group][handle] += 1
+            for slots in (live.record.live, live.record.spares):
+                for group, handle in slots.items():
+                    holders[Tier.L1][group][handle] += 1
+            pins.update(live.record.sources.values())
+            assert not live.record.preparing
         for keep in self.keeps():
             pins.update(keep.entries)
         for tier in Tier:

@@ -14,7 +14,7 @@ from bench.demo.processes import Daemon
 from bench.demo.worker import Tenant
 from bench.tiny_engine import TinyEngine
 from bench.tiny_hybrid import TinyConfig, TinyHybrid
-from hicache import HiCache, PrefetchPolicy
+from hicache import HiCache, PrefetchPolicy, SnapshotPolicy
 
 MIB = 1024 * 1024
 TENANTS = (
@@ -65,6 +65,7 @@ def make_engine(model: TinyHybrid) -> Iterator[MakeEngine]:
             l3=l3,
             token=token,
             salt=salt,
+            snapshot_policy=SnapshotPolicy(state_interval_tokens=64),
             **({"prefetch": PrefetchPolicy(mode="wait_complete", hard_cap_s=20.0, threshold_tokens=16)} | settings),
         )
         caches.append(cache)

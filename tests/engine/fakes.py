@@ -137,6 +137,10 @@ class FaultyCopies:
         self._enter("reset", group, targets)
         self.inner.reset(group, targets)
 
+    def clear(self, group: int, targets: Sequence[int]) -> None:
+        self._enter("clear", group, targets)
+        self.inner.clear(group, targets)
+
     def _enter(self, leg: str, group: int, targets: Sequence[int]) -> None:
         self.calls.append(leg)
         self.before(leg, group, targets)

@@ -14,6 +14,7 @@ import torch
 
 from bench.tiny_reference import private_view
 from hicache.errors import StateNotCommitted, UsageError
+from hicache.policies.snapshot import SnapshotPolicy
 from hicache.spec import CacheSpec, PagedGroup
 
 Prefix = tuple[bytes | None, tuple[int, ...]]
@@ -30,12 +31,14 @@ class StoreCall:
     computed: int
     state_at: int | None
     state_pending: int
+    donate: bool = False
 
 
 @dataclass(eq=False)
 class LocalRequest:
     tokens: list[int]
     salt: bytes | None
+    prompt_tokens: int
     tables: dict[int, list[int | None]] = field(default_factory=dict)
     slot: int | None = None
 
@@ -45,6 +48,9 @@ class LocalRequest:
     def state_slot(self, group_index: int) -> int:
         assert self.slot is not None, "not loaded"
         return self.slot
+
+    def state_source(self, group_index: int) -> int:
+        return self.state_slot(group_index)
 
     def prefix(self, tokens: int) -> Prefix:
         return self.salt, tuple(self.tokens[:tokens])
@@ -61,8 +67,17 @@ class LocalL1:
 
 
 class LocalCache:
-    def __init__(self, spec: CacheSpec, *, pages: int = 64, state_slots: int = 2, seed: int = 0) -> None:
+    def __init__(
+        self,
+        spec: CacheSpec,
+        *,
+        pages: int = 64,
+        state_slots: int = 2,
+        seed: int = 0,
+        policy: SnapshotPolicy | None = None,
+    ) -> None:
         self.spec = spec
+        self.policy = policy or SnapshotPolicy()
         self.l1 = LocalL1(spec, pages, state_slots)
         self.pages: dict[tuple[int, Prefix], torch.Tensor] = {}
         self.snapshots: dict[Prefix, dict[str, torch.Tensor]] = {}
@@ -73,7 +88,7 @@ class LocalCache:
         self._free_slots = list(range(state_slots))
 
     def match(self, token_ids: Sequence[int], *, salt: bytes | None = None) -> LocalRequest:
-        request = LocalRequest(list(token_ids), salt, {index: [] for index in self.l1.paged})
+        request = LocalRequest(list(token_ids), salt, len(token_ids), {index: [] for index in self.l1.paged})
         self.live.add(request)
         return request
 
@@ -115,11 +130,33 @@ class LocalCache:
     def append(self, request: LocalRequest, tokens: Sequence[int]) -> None:
         request.tokens += tokens
 
+    def next_state_stop(
+        self, request: LocalRequest, *, computed: int, until: int, ends_at: int | None = None
+    ) -> int | None:
+        if not self.spec.has_state:
+            return None
+        return self.policy.next_stop(
+            computed=computed,
+            until=until,
+            prompt_tokens=request.prompt_tokens,
+            page_tokens=self.spec.page_tokens,
+            ends_at=ends_at,
+        )
+
+    def state_moved(self, request: LocalRequest) -> None:
+        assert request in self.live
+
     def store(
-        self, request: LocalRequest, *, computed: int, state_at: int | None = None, state_pending: int = 0
+        self,
+        request: LocalRequest,
+        *,
+        computed: int,
+        state_at: int | None = None,
+        state_pending: int = 0,
+        donate: bool = False,
     ) -> None:
         page_tokens = self.spec.page_tokens
-        self.stores.append(StoreCall(computed, state_at, state_pending))
+        self.stores.append(StoreCall(computed, state_at, state_pending, donate))
         if computed > len(request.tokens):
             raise UsageError(f"{computed} tokens computed of {len(request.tokens)}")
         if state_at is not None:

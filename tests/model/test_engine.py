@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import random
 from itertools import count as counter
-from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.tiny_engine import Busy, Generated, ScriptedDrafts, TinyEngine, prefill_stops
+from bench.tiny_engine import Busy, Generated, ScriptedDrafts, TinyEngine
 from bench.tiny_hybrid import TinyConfig
 from bench.tiny_reference import Reference, reference_generate, restored_differences
 from hicache.errors import ConfigError
+from hicache.policies.snapshot import SnapshotPolicy
 from tests.model.local_cache import LocalCache, StoreCall
 from tests.model.sequences import DEFAULT, SMALL, model_of, prompt_of
 
@@ -26,9 +26,12 @@ def engine_of(
     model = model_of(config)
     return TinyEngine(
         model,
-        LocalCache(model.spec(), pages=pages),
+        LocalCache(
+            model.spec(),
+            pages=pages,
+            policy=SnapshotPolicy(state_interval_tokens=interval_pages * config.page_tokens),
+        ),
         chunk_tokens=chunk_pages * config.page_tokens,
-        state_interval_tokens=interval_pages * config.page_tokens,
     )
 
 
@@ -130,7 +133,7 @@ def test_a_state_is_stored_at_chunk_ends_last_boundaries_intervals_and_the_end()
     with_state = [store.state_at for store in local(engine).stores if store.state_at is not None]
     assert with_state == [16, 32, 36, 40, 48, 56]
     assert StoreCall(44, None, 0) in local(engine).stores
-    assert [store.computed for store in local(engine).stores][-1] == 56
+    assert local(engine).stores[-1] == StoreCall(56, 56, 0, donate=False)  # of 59 tokens
 
 
 def test_a_model_without_state_decodes_with_drafts_and_asks_for_no_snapshot() -> None:
@@ -172,7 +175,7 @@ def test_a_full_l1_in_the_middle_of_decode_is_busy_and_what_was_computed_is_kept
 
 def test_no_free_state_slot_is_busy() -> None:
     model = model_of(SMALL)
-    engine = TinyEngine(model, LocalCache(model.spec(), state_slots=1), chunk_tokens=PAGE, state_interval_tokens=PAGE)
+    engine = TinyEngine(model, LocalCache(model.spec(), state_slots=1), chunk_tokens=PAGE)
     held = local(engine).match([1, 2, 3])
     assert local(engine).load(held) is not None
     assert engine.generate([1, 2, 3], 1) == Busy(computed_tokens=0, wanted_tokens=3)
@@ -194,7 +197,6 @@ def test_ttft_counts_from_match_to_the_first_token_and_not_the_copies_for_compar
         model,
         LocalCache(model.spec()),
         chunk_tokens=PAGE,
-        state_interval_tokens=PAGE,
         clock=lambda: float(next(ticks)),
     )
     # Ticks: 0 start, 1 and 2 around the copies, 3 first token, 4 end.
@@ -202,31 +204,20 @@ def test_ttft_counts_from_match_to_the_first_token_and_not_the_copies_for_compar
     assert (result.ttft_s, result.total_s) == (2.0, 3.0)
 
 
-@pytest.mark.parametrize("setting", ["chunk_tokens", "state_interval_tokens"])
 @pytest.mark.parametrize("value", [0, -4, 6])
-def test_a_setting_that_is_no_multiple_of_the_page_is_refused(setting: str, value: int) -> None:
+def test_a_chunk_that_is_no_multiple_of_the_page_is_refused(value: int) -> None:
     model = model_of(SMALL)
-    with pytest.raises(ConfigError, match=f"{setting} = {value}"):
-        TinyEngine(model, LocalCache(model.spec()), **{setting: value})
+    with pytest.raises(ConfigError, match=f"chunk_tokens = {value}"):
+        TinyEngine(model, LocalCache(model.spec()), chunk_tokens=value)
 
 
-@given(
-    prompt_tokens=st.integers(1, 400),
-    restored_pages=st.integers(0, 100),
-    chunk_pages=st.integers(1, 20),
-    page_tokens=st.sampled_from((1, 4, 16)),
-)
-def test_prefill_stops_cover_the_rest_once_in_chunks_and_include_the_last_boundaries(
-    prompt_tokens: int, restored_pages: int, chunk_pages: int, page_tokens: int
-) -> None:
-    last_usable = (prompt_tokens - 1) // page_tokens * page_tokens
-    restored = min(restored_pages * page_tokens, last_usable)
-    chunk_tokens = chunk_pages * page_tokens
-    stops = prefill_stops(prompt_tokens, restored=restored, chunk_tokens=chunk_tokens, page_tokens=page_tokens)
-    assert stops[-1] == prompt_tokens
-    assert all(0 < end - start <= chunk_tokens for start, end in pairwise([restored, *stops]))
-    assert all(stop % page_tokens == 0 for stop in stops[:-1])
-    assert last_usable in [restored, *stops]
+@pytest.mark.parametrize("donate", [False, True])
+def test_the_state_of_a_request_that_ends_on_a_boundary_is_donated_if_the_engine_says_so(donate: bool) -> None:
+    engine = engine_of()
+    engine.donate = donate
+    served(engine, prompt_of(40, vocab=SMALL.vocab), 13)  # 52 tokens are computed
+    assert local(engine).stores[-1] == StoreCall(52, 52, 0, donate=donate)
+    assert not any(store.donate for store in local(engine).stores[:-1])
 
 
 def test_scripted_drafts_are_right_and_wrong_in_the_same_places_every_time() -> None:

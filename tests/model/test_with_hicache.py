@@ -9,17 +9,26 @@ import pytest
 from bench.tiny_engine import Busy, Generated, ScriptedDrafts, TinyEngine
 from bench.tiny_reference import reference_generate, restored_differences
 from hicache.cache import HiCache
+from hicache.policies.snapshot import SnapshotPolicy
 from tests.model.sequences import SMALL, model_of, prompt_of
 
 PAGE = SMALL.page_tokens
 
 
-@pytest.fixture
-def engine() -> Iterator[TinyEngine]:
+@pytest.fixture(params=[False, True], ids=["copied", "double buffered"])
+def engine(request: pytest.FixtureRequest) -> Iterator[TinyEngine]:
     """L1 holds one long request and little more; L2 holds everything."""
     model = model_of(SMALL)
-    with HiCache.open(model.spec(), l1_pages=48, l1_state_slots=6, l2_bytes=16 << 20) as cache:
-        yield TinyEngine(model, cache, chunk_tokens=6 * PAGE, state_interval_tokens=3 * PAGE)
+    policy = SnapshotPolicy(state_interval_tokens=3 * PAGE)
+    with HiCache.open(
+        model.spec(),
+        l1_pages=48,
+        l1_state_slots=6,
+        l2_bytes=16 << 20,
+        snapshot_policy=policy,
+        double_buffering=request.param,
+    ) as cache:
+        yield TinyEngine(model, cache, chunk_tokens=6 * PAGE)
 
 
 def served_exactly(engine: TinyEngine, prompt: list[int], count: int, *, wrong_share: float | None) -> Generated:
@@ -59,7 +68,7 @@ def test_a_prompt_served_twice_in_a_row_comes_from_l1(engine: TinyEngine) -> Non
 def test_a_request_that_ends_with_a_filled_ring_leaves_nothing_of_it_to_the_next_one() -> None:
     model = model_of(SMALL)
     with HiCache.open(model.spec(), l1_pages=20, l1_state_slots=1, l2_bytes=16 << 20) as cache:
-        engine = TinyEngine(model, cache, chunk_tokens=6 * PAGE, state_interval_tokens=50 * PAGE)
+        engine = TinyEngine(model, cache, chunk_tokens=6 * PAGE)
         prompt = prompt_of(61, vocab=SMALL.vocab)
         answer = reference_generate(model, prompt, 60).tokens
         broken_off = engine.generate(prompt, 60, drafts=ScriptedDrafts(answer, 0.0, SMALL.vocab))
