@@ -106,8 +106,8 @@ class HiCache:
         write_policy: WritePolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if spec.shard_count > 1:
-            raise ConfigError("spec.tp_size * spec.pp_size", spec.shard_count, "1: HiCache drives one rank so far")
+        if spec.rank_count > 1:
+            raise ConfigError("spec.tp_size * spec.pp_size", spec.rank_count, "1: HiCache drives one rank so far")
         self.spec = spec
         self.l1 = l1
         self.l2 = l2

@@ -52,7 +52,7 @@ def open_l3(
             capacity_bytes=capacity_bytes,
             memory=memory,
             tenant=tenant,
-            object_bytes_max=max(spec.object_bytes),
+            object_bytes_max=spec.object_bytes_max,
         )
     raise ConfigError(
         "l3",

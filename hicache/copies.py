@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-import torch
-
 from hicache.errors import UsageError
 from hicache.kernels.reference import (
     clear_states,
@@ -18,7 +16,7 @@ from hicache.kernels.reference import (
 )
 from hicache.pools.l1 import L1Pool
 from hicache.pools.l2 import L2Pool
-from hicache.spec import CacheSpec, PagedGroup
+from hicache.spec import PagedGroup, StateGroup
 
 
 class Copies(Protocol):
@@ -57,26 +55,29 @@ class ReferenceCopies:
 
     name = "reference"
 
-    def __init__(self, spec: CacheSpec, l1: L1Pool, l2: L2Pool | None) -> None:
+    def __init__(self, l1: L1Pool, l2: L2Pool | None) -> None:
         self._l1 = l1
         self._l2 = l2  # its views are made for each call: none keeps the memory alive after the pool was closed
-        self._is_paged = [isinstance(group, PagedGroup) for group in spec.groups]
+        groups = [(index, group) for index, group in enumerate(l1.rank.groups) if group is not None]
+        self._pages = {index: l1.page_parts(index) for index, group in groups if isinstance(group, PagedGroup)}
+        self._states = {index: l1.state_parts(index) for index, group in groups if isinstance(group, StateGroup)}
 
     def backup(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See Copies."""
-        if self._is_paged[group]:
-            gather_pages(self._l1.pages(group), self._objects(group), sources=sources, targets=targets)
-        else:
-            fields = self._l1.fields(group, transient=False)
-            gather_states(fields, self._objects(group), sources=sources, targets=targets)
+        l2 = self._second_tier()
+        for part, pool in enumerate(self._pages.get(group, ())):
+            gather_pages(pool, l2.view(group, part), sources=sources, targets=targets)
+        for part, fields in enumerate(self._states.get(group, ())):
+            gather_states(fields, l2.view(group, part), sources=sources, targets=targets)
 
     def load(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See Copies."""
-        if self._is_paged[group]:
-            scatter_pages(self._objects(group), self._l1.pages(group), sources=sources, targets=targets)
-        else:
-            fields = self._l1.fields(group, transient=False)
-            scatter_states(self._objects(group), fields, sources=sources, targets=targets)
+        l2 = self._second_tier()
+        for part, pool in enumerate(self._pages.get(group, ())):
+            scatter_pages(l2.view(group, part), pool, sources=sources, targets=targets)
+        for part, fields in enumerate(self._states.get(group, ())):
+            scatter_states(l2.view(group, part), fields, sources=sources, targets=targets)
+        if group in self._states:
             clear_states(self._l1.fields(group, transient=True), slots=targets)
 
     def snapshot(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -93,7 +94,7 @@ class ReferenceCopies:
         for transient in (False, True):
             clear_states(self._l1.fields(group, transient=transient), slots=targets)
 
-    def _objects(self, group: int) -> torch.Tensor:
+    def _second_tier(self) -> L2Pool:
         if self._l2 is None:
             raise UsageError("there is no L2 to copy from or to")
-        return self._l2.view(group)
+        return self._l2

@@ -20,7 +20,7 @@ from hicache.outcome import Outcome
 from hicache.pending import PendingJob
 from hicache.pools.l1 import L1Pool
 from hicache.pools.l2 import L2Pool
-from hicache.spec import CacheSpec
+from hicache.spec import CacheSpec, RankSpec
 from hicache.transfers import Transfers
 
 _LOG = logging.getLogger(__name__)
@@ -71,19 +71,20 @@ class Executor:
         l3: L3 | None,
         *,
         on_complete: Callable[[Completion], None],
-        shard: int = 0,
         limits: ExecutorLimits | None = None,
         copies: Copies | None = None,
         order: CopyOrder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``on_complete`` is called from any thread, also from within ``submit`` and ``close``; it should not block.
+        """The pools are those of one rank of ``spec``. ``on_complete`` is called from any thread, also from within
+        ``submit`` and ``close``; it should not block.
 
         The executor closes ``l3`` when it is closed: what is in flight ends with it. The pools stay their owner's, who
         closes them later.
         """
         self._limits = limits or ExecutorLimits()
-        self._copies = copies or ReferenceCopies(spec, l1, l2)
+        self._rank = _common_rank(spec, l1, l2)
+        self._copies = copies or ReferenceCopies(l1, l2)
         self._order = order or copy_order_for(l1.device)
         self._l3 = l3
         self._on_complete = on_complete
@@ -96,7 +97,7 @@ class Executor:
         self._is_closing = False
         self._close_lock = threading.Lock()
         self._closed_cleanly: bool | None = None
-        self._transfers = None if l3 is None else self._transfers_of(l3, spec, l2, shard)
+        self._transfers = None if l3 is None else self._transfers_of(l3, l2)
         self._lanes = self._make_lanes()
         via = "no L3" if l3 is None else f"L3 through {type(l3).__name__}"
         self.description = f"copies: {self._copies.name} on {self._order.name}; {via}"
@@ -181,16 +182,13 @@ class Executor:
         except Exception as error:
             self._fault("l3.close", "closing L3 failed: %r", error)
 
-    def _transfers_of(self, l3: L3, spec: CacheSpec, l2: L2Pool | None, shard: int) -> Transfers:
+    def _transfers_of(self, l3: L3, l2: L2Pool | None) -> Transfers:
         if l2 is None:
             raise ConfigError("l2", None, "a pool when there is an L3, which reads and writes its slots")
-        if not 0 <= shard < spec.shard_count:
-            raise ConfigError("shard", shard, f"one of the {spec.shard_count} shards, from 0")
         return Transfers(
             l3,
-            spec,
+            self._rank,
             offset=l2.offset,
-            shard=shard,
             batch_keys_max=self._limits.batch_keys_max,
             batch_bytes_max=self._limits.batch_bytes_max,
             lookup_keys_max=self._limits.lookup_keys_max,
@@ -312,7 +310,8 @@ class Executor:
     def _copy(self, job: CopyJob, outcomes: list[Outcome]) -> None:
         """Run the copies of a job group by group, and extend ``outcomes`` by one for each item.
 
-        One call copies a whole group, so when it fails no item of the group may be used.
+        One call copies a whole group, so when it fails no item of the group may be used. There is nothing to do for a
+        group that the rank lacks.
         """
         by_group: dict[int, list[CopyItem]] = {}
         for item in job.items:
@@ -320,7 +319,8 @@ class Executor:
         failed: set[int] = set()
         for group, items in by_group.items():
             try:
-                self._copy_group(job.kind, group, items)
+                if not self._rank.lacks(group):
+                    self._copy_group(job.kind, group, items)
             except Exception as error:
                 failed.add(group)
                 self._copy_fault(job.kind, error)
@@ -342,6 +342,14 @@ class Executor:
 
     def _copy_fault(self, kind: CopyKind, error: Exception) -> None:
         self._fault(f"copy.{kind}", "%s failed: %r", kind.value, error)
+
+
+def _common_rank(spec: CacheSpec, l1: L1Pool, l2: L2Pool | None) -> RankSpec:
+    if l1.spec != spec:
+        raise ConfigError("l1.spec", l1.spec.model, "a pool of the same CacheSpec as the executor's")
+    if l2 is not None and l2.rank != l1.rank:
+        raise ConfigError("l2.rank", l2.rank.rank, f"a pool of the same CacheSpec and rank as L1's, {l1.rank.rank}")
+    return l1.rank
 
 
 def _kind_of(job: Job) -> str:

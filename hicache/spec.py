@@ -1,161 +1,52 @@
-"""What a model keeps in its cache: groups of layers, their geometry, and the namespace digest made of all of it."""
+"""What a model keeps in its cache: groups of layers, how ranks share them, and the namespace digest made of it all."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal, TypeAlias
 
 from hicache.errors import SpecError
+from hicache.groups import DTYPE_BYTES, Group, PagedGroup, StateField, StateGroup, dtype_bytes
 from hicache.keys import KEY_HASHES, FieldValue, KeyHash, digest_fields, encode_fields
+from hicache.rank_spec import RankSpec
+from hicache.slices import HeadSplit, slice_count
+
+__all__ = [
+    "DTYPE_BYTES",
+    "FORMAT_VERSION",
+    "SHARDS_MAX",
+    "CacheSpec",
+    "Group",
+    "HeadSplit",
+    "Layout",
+    "PagedGroup",
+    "RankSpec",
+    "StateField",
+    "StateGroup",
+    "differing_fields",
+    "dtype_bytes",
+    "namespace_digest",
+]
 
 Layout: TypeAlias = Literal["page_first_direct"]
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2
 SHARDS_MAX = 1 << 16  # an object key has 16 bits for the shard
-DTYPE_BYTES = {
-    "float32": 4,
-    "bfloat16": 2,
-    "float16": 2,
-    "float8_e4m3fn": 1,
-    "float8_e5m2": 1,
-    "int64": 8,
-    "int32": 4,
-    "int8": 1,
-    "uint8": 1,
-}
-
-
-def dtype_bytes(dtype: str) -> int:
-    """Bytes of one element. Raises SpecError for an unknown dtype."""
-    if dtype not in DTYPE_BYTES:
-        raise SpecError("dtype", dtype, f"one of {', '.join(DTYPE_BYTES)}")
-    return DTYPE_BYTES[dtype]
-
-
-@dataclass(frozen=True, slots=True)
-class PagedGroup:
-    """Layers that keep bytes per token: MHA or GQA (``planes=2``: K and V), MLA (``planes=1``), sliding window.
-
-    ``heads`` and ``head_dim`` are those of one shard. An L3 object of the group is one page of all its layers:
-    ``[layers][planes][page_tokens][heads x head_dim]``.
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    heads: int
-    head_dim: int
-    dtype: str
-    planes: int = 2
-    window_tokens: int | None = None
-
-    def __post_init__(self) -> None:
-        _check_name_and_layers(self.name, self.layers)
-        for setting, value in (("heads", self.heads), ("head_dim", self.head_dim)):
-            if value < 1:
-                raise SpecError(f"{self.name}.{setting}", value, "at least 1")
-        if self.planes not in (1, 2):
-            raise SpecError(f"{self.name}.planes", self.planes, "2 (K and V) or 1 (MLA latent)")
-        if self.window_tokens is not None and self.window_tokens < 1:
-            raise SpecError(f"{self.name}.window_tokens", self.window_tokens, "at least 1, or None for full attention")
-        dtype_bytes(self.dtype)
-
-    @classmethod
-    def mla(cls, name: str, *, layers: tuple[int, ...], latent_dim: int, rope_dim: int, dtype: str) -> PagedGroup:
-        """A multi-head latent attention group: one row of ``latent_dim + rope_dim`` elements per token and layer."""
-        return cls(name, layers, heads=1, head_dim=latent_dim + rope_dim, dtype=dtype, planes=1)
-
-    @property
-    def row_bytes(self) -> int:
-        """Bytes of one token in one plane of one layer."""
-        return self.heads * self.head_dim * dtype_bytes(self.dtype)
-
-    def object_bytes(self, page_tokens: int) -> int:
-        """Bytes of one page over all layers."""
-        return len(self.layers) * self.planes * page_tokens * self.row_bytes
-
-    def reach_pages(self, page_tokens: int) -> int | None:
-        """How many pages before a boundary must be there to go on from it; None means all of them.
-
-        The token after the boundary attends to the ``window_tokens - 1`` tokens before it.
-        """
-        if self.window_tokens is None:
-            return None
-        return math.ceil((self.window_tokens - 1) / page_tokens)
-
-
-@dataclass(frozen=True, slots=True)
-class StateField:
-    """One tensor of a recurrent state, per layer and sequence. ``transient`` fields never leave L1."""
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-    transient: bool = False
-
-    def __post_init__(self) -> None:
-        if not self.name:
-            raise SpecError("state field name", self.name, "a non-empty name")
-        if not self.shape or min(self.shape) < 1:
-            raise SpecError(f"{self.name}.shape", self.shape, "one or more dimensions of at least 1")
-        dtype_bytes(self.dtype)
-
-    @property
-    def bytes_per_layer(self) -> int:
-        """Bytes of the field in one layer."""
-        return math.prod(self.shape) * dtype_bytes(self.dtype)
-
-
-@dataclass(frozen=True, slots=True)
-class StateGroup:
-    """Layers that keep one fixed-size state per sequence (Mamba2, GDN, KDA).
-
-    A snapshot is valid only at the boundary it was taken at: it "reaches" exactly one page back, its own. An L3 object
-    of the group is the concatenation of its persistent fields, ``[layers][shape]`` each.
-    """
-
-    name: str
-    layers: tuple[int, ...]
-    fields: tuple[StateField, ...]
-
-    def __post_init__(self) -> None:
-        _check_name_and_layers(self.name, self.layers)
-        names = [state_field.name for state_field in self.fields]
-        if len(set(names)) != len(names):
-            raise SpecError(f"{self.name}.fields", names, "distinct names")
-        if not self.persistent_fields:
-            raise SpecError(f"{self.name}.fields", names, "at least one field that is not transient")
-
-    @property
-    def persistent_fields(self) -> tuple[StateField, ...]:
-        """The fields that a snapshot holds."""
-        return tuple(state_field for state_field in self.fields if not state_field.transient)
-
-    @property
-    def slot_bytes(self) -> int:
-        """Bytes of one L1 slot: all fields, transient ones included."""
-        return len(self.layers) * sum(state_field.bytes_per_layer for state_field in self.fields)
-
-    def object_bytes(self, page_tokens: int) -> int:
-        """Bytes of one snapshot over all layers: persistent fields only, whatever ``page_tokens`` is."""
-        return len(self.layers) * sum(state_field.bytes_per_layer for state_field in self.persistent_fields)
-
-    def reach_pages(self, page_tokens: int) -> int | None:
-        """1: the snapshot that belongs to the last page before the boundary."""
-        return 1
-
-
-Group: TypeAlias = PagedGroup | StateGroup
 
 
 @dataclass(frozen=True)
 class CacheSpec:
     """Everything that two engines must have equal to share bytes. The same on every rank of a replica.
 
-    ``revision`` names the weights: two checkpoints of one model must differ in it. ``tp_size`` and ``pp_size`` are part
-    of the geometry, since each shard's bytes are its own.
+    ``groups`` describe the whole model: all layers, all heads. ``revision`` names the weights: two checkpoints of one
+    model must differ in it.
+
+    ``tp_size`` ranks share the heads of each layer. ``tp_lcm``, a multiple of it, is the number of slices that heads
+    are stored in: replicas with one ``tp_lcm`` share what they store, whatever their ``tp_size``. None: ``tp_size``.
+    ``pp_layers`` gives the pipeline stages, by how many layers each has: layer ids count on from 0. None: one stage.
+    Rank ``stage * tp_size + tp_rank`` has the part that ``rank`` tells.
     """
 
     model: str
@@ -165,7 +56,8 @@ class CacheSpec:
     layout: Layout = "page_first_direct"
     key_hash: KeyHash = "blake2b"
     tp_size: int = 1
-    pp_size: int = 1
+    tp_lcm: int | None = None
+    pp_layers: tuple[int, ...] | None = None
     identity: tuple[tuple[str, FieldValue], ...] = field(default=())  # whatever else the engine must keep apart
 
     def __post_init__(self) -> None:
@@ -174,11 +66,10 @@ class CacheSpec:
             raise SpecError("groups", names, "one or more groups with distinct names")
         if len(self.groups) > 32:
             raise SpecError("groups", len(self.groups), "at most 32 groups")
-        for setting, value in (("page_tokens", self.page_tokens), ("tp_size", self.tp_size), ("pp_size", self.pp_size)):
+        for setting, value in (("page_tokens", self.page_tokens), ("tp_size", self.tp_size)):
             if value != int(value) or value < 1:
                 raise SpecError(setting, value, "a whole number of at least 1")
-        if self.shard_count > SHARDS_MAX:
-            raise SpecError("tp_size * pp_size", self.shard_count, f"at most {SHARDS_MAX} shards")
+        self._check_parallel()
         identity_names = [name for name, _ in self.identity]
         if len(set(identity_names)) != len(identity_names):
             raise SpecError("identity", identity_names, "distinct names")
@@ -187,15 +78,103 @@ class CacheSpec:
         if self.key_hash not in KEY_HASHES:
             raise SpecError("key_hash", self.key_hash, f"one of {', '.join(KEY_HASHES)}")
 
+    def _check_parallel(self) -> None:
+        if self.tp_lcm is not None and (self.tp_lcm < 1 or self.tp_lcm % self.tp_size):
+            raise SpecError("tp_lcm", self.tp_lcm, f"a multiple of tp_size = {self.tp_size}, or None")
+        for group in self.groups:
+            group.check_parallel(tp_size=self.tp_size, slices_max=self._slices_max)
+        if self.pp_layers is not None:
+            self._check_stages(self.pp_layers)
+        for group, shards in zip(self.groups, self.shards, strict=True):
+            if max(shards) >= SHARDS_MAX:
+                expected = f"at most {SHARDS_MAX} slices times pipeline stages: a smaller tp_lcm"
+                raise SpecError(f"{group.name} shards", max(shards) + 1, expected)
+
+    def _check_stages(self, pp_layers: tuple[int, ...]) -> None:
+        if not pp_layers or min(pp_layers) < 1:
+            raise SpecError("pp_layers", pp_layers, "at least 1 layer in each pipeline stage, or None for one stage")
+        for group in self.groups:
+            outside = [layer for layer in group.layers if not 0 <= layer < sum(pp_layers)]
+            if outside:
+                expected = f"layers within [0, {sum(pp_layers)}), the sum of pp_layers"
+                raise SpecError(f"{group.name}.layers", outside, expected)
+        for stage in range(self.pp_size):
+            if not any(self.stage_layers(group, stage) for group in self.groups):
+                expected = f"a layer of some group in every stage; stage {stage} has none"
+                raise SpecError("pp_layers", pp_layers, expected)
+
     @property
-    def shard_count(self) -> int:
-        """Shards that one page is stored in."""
+    def pp_size(self) -> int:
+        """Pipeline stages."""
+        return 1 if self.pp_layers is None else len(self.pp_layers)
+
+    @property
+    def rank_count(self) -> int:
+        """Ranks of a replica: ``tp_size`` in each pipeline stage."""
         return self.tp_size * self.pp_size
+
+    @property
+    def _slices_max(self) -> int:
+        return self.tp_lcm or self.tp_size
+
+    def rank(self, rank: int | None = None) -> RankSpec:
+        """What one rank has of the model, and which objects it reads and writes; None for the only one there is.
+
+        Raises SpecError for a rank that the replica does not have.
+        """
+        if rank is None and self.rank_count > 1:
+            raise SpecError("rank", rank, f"one of the {self.rank_count} ranks of the replica, from 0")
+        return RankSpec.of(self, rank or 0)
+
+    def stage_layers(self, group: Group, stage: int) -> tuple[int, ...]:
+        """The layers of a group in one pipeline stage, perhaps none."""
+        if self.pp_layers is None:
+            return group.layers
+        first = sum(self.pp_layers[:stage])
+        return tuple(layer for layer in group.layers if first <= layer < first + self.pp_layers[stage])
+
+    @cached_property
+    def slice_counts(self) -> tuple[int, ...]:
+        """Slices that the heads are stored in, by group index: 1 for what every rank has whole (MLA)."""
+        return tuple(
+            slice_count((heads for sections in group.sections for heads, _ in sections), slices_max=self._slices_max)
+            for group in self.groups
+        )
+
+    @cached_property
+    def shards(self) -> tuple[tuple[int, ...], ...]:
+        """Shards that one page (or snapshot) is stored in, by group index: ``stage * slices + slice``."""
+        return tuple(
+            tuple(
+                stage * slices + slice_index
+                for stage in range(self.pp_size)
+                if self.stage_layers(group, stage)
+                for slice_index in range(slices)
+            )
+            for group, slices in zip(self.groups, self.slice_counts, strict=True)
+        )
+
+    def shard_bytes(self, group: int, stage: int) -> int:
+        """Payload bytes of each object of a group in one pipeline stage; 0 where the stage has no layer of it."""
+        layers = self.stage_layers(self.groups[group], stage)
+        if not layers:
+            return 0
+        sliced = self.groups[group].on_rank(layers, tp_size=self.slice_counts[group], tp_rank=0)
+        return sliced.object_bytes(self.page_tokens)
 
     @cached_property
     def object_bytes(self) -> tuple[int, ...]:
-        """Payload bytes of one object, by group index."""
-        return tuple(group.object_bytes(self.page_tokens) for group in self.groups)
+        """Payload bytes of one page or snapshot, by group index: all its shards together."""
+        stages = range(self.pp_size)
+        return tuple(
+            slices * sum(self.shard_bytes(group, stage) for stage in stages)
+            for group, slices in enumerate(self.slice_counts)
+        )
+
+    @cached_property
+    def object_bytes_max(self) -> int:
+        """Payload bytes of the largest object: of one shard."""
+        return max(self.shard_bytes(group, stage) for group in range(len(self.groups)) for stage in range(self.pp_size))
 
     @cached_property
     def reach_pages(self) -> tuple[int | None, ...]:
@@ -226,13 +205,15 @@ class CacheSpec:
 
     def _descriptor_items(self) -> Iterator[tuple[str, FieldValue]]:
         yield "format_version", FORMAT_VERSION
-        for name in ("model", "revision", "page_tokens", "layout", "key_hash", "tp_size", "pp_size"):
+        for name in ("model", "revision", "page_tokens", "layout", "key_hash"):
             yield name, getattr(self, name)
+        yield "pp_layers", None if self.pp_size == 1 else ",".join(map(str, self.pp_layers or ()))
         yield "groups", len(self.groups)
         for index, group in enumerate(self.groups):
             prefix = f"group.{index}"
             yield f"{prefix}.name", group.name
             yield f"{prefix}.layers", ",".join(map(str, group.layers))
+            yield f"{prefix}.slices", self.slice_counts[index]
             if isinstance(group, PagedGroup):
                 yield f"{prefix}.kind", "paged"
                 for name in ("heads", "head_dim", "dtype", "planes", "window_tokens"):
@@ -241,9 +222,7 @@ class CacheSpec:
                 yield f"{prefix}.kind", "state"
                 yield f"{prefix}.fields", len(group.fields)
                 for position, state_field in enumerate(group.fields):
-                    shape = "x".join(map(str, state_field.shape))
-                    persistence = "transient" if state_field.transient else "persistent"
-                    yield f"{prefix}.field.{position}", f"{state_field.name} {shape} {state_field.dtype} {persistence}"
+                    yield f"{prefix}.field.{position}", _described(state_field)
         for name, value in self.identity:
             yield f"identity.{name}", value
 
@@ -262,12 +241,13 @@ def differing_fields(left: dict[str, FieldValue], right: dict[str, FieldValue]) 
     ]
 
 
+def _described(state_field: StateField) -> str:
+    shape = "x".join(map(str, state_field.shape))
+    persistence = "transient" if state_field.transient else "persistent"
+    sections = ",".join(f"{heads}x{elements}" for heads, elements in state_field.sections)
+    split = "whole" if state_field.split is None else f"split {state_field.split.axis}: {sections}"
+    return f"{state_field.name} {shape} {state_field.dtype} {persistence} {split}"
+
+
 def _present(descriptor: dict[str, FieldValue], name: str) -> list[tuple[str, FieldValue]]:
     return [(name, descriptor[name])] if name in descriptor else []
-
-
-def _check_name_and_layers(name: str, layers: tuple[int, ...]) -> None:
-    if not name:
-        raise SpecError("group name", name, "a non-empty name")
-    if not layers or len(set(layers)) != len(layers):
-        raise SpecError(f"{name}.layers", layers, "one or more distinct layer ids")

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from dataclasses import dataclass, field
+from typing import Protocol, TypeAlias
 
 from hicache.jobs import FetchJob, LookupItem, LookupJob, StoreJob, TransferItem
 from hicache.keys import object_key
 from hicache.l3 import L3, Done, L3Item
 from hicache.outcome import Outcome
 from hicache.pending import PendingJob
-from hicache.spec import CacheSpec
+from hicache.rank_spec import RankSpec, Shard
 
+_Parts: TypeAlias = Sequence[tuple[int, Shard]]  # which of the rank's shards of a group, and where in its slot
 Fault = Callable[..., None]  # (name, message, *values): counts and logs; the values are whatever the message shows
 
 
@@ -22,27 +24,32 @@ class _Transfer(Protocol):
 
 
 class Transfers:
-    """Moves objects between L2 slots and L3 for one shard. Settles every item of a job; never raises."""
+    """Moves the shards of one rank between L2 slots and L3. Settles every item of a job; never raises.
+
+    An item is OK when all shards that the rank reads, or writes, of it are; also when there are none: of a group that
+    the rank lacks, and of what another rank stores, whose outcome decides.
+    """
 
     def __init__(
         self,
         l3: L3,
-        spec: CacheSpec,
+        rank: RankSpec,
         *,
-        offset: Callable[[int, int], int],
-        shard: int,
+        offset: Callable[[int, int, int], int],
         batch_keys_max: int,
         batch_bytes_max: int,
         lookup_keys_max: int,
         clock: Callable[[], float],
         fault: Fault,
     ) -> None:
-        """``offset(group, slot)`` says where a slot is in L2, and raises IndexError where there is none."""
+        """``offset(group, slot, part)`` says where the rank's ``part``-th shard of a slot is in L2, and raises
+        IndexError where there is none.
+        """
         self._l3 = l3
-        self._object_bytes = spec.object_bytes
-        self._shard_count = spec.shard_count
         self._offset = offset
-        self._shard = shard
+        self._all_shards = rank.spec.shards
+        self._reads = [list(enumerate(shards)) for shards in rank.shards]
+        self._writes = [[(part, shard) for part, shard in reads if shard.is_written] for reads in self._reads]
         self._batch_keys_max = batch_keys_max
         self._batch_bytes_max = batch_bytes_max
         self._lookup_keys_max = lookup_keys_max
@@ -52,15 +59,15 @@ class Transfers:
 
     def fetch(self, job: FetchJob, pending: PendingJob, *, deadline_s: float) -> None:
         """Bring the objects of a job into their slots. Its last items may settle later, from a thread of L3."""
-        self._transfer(self._l3.get, "l3.get", job.items, pending, deadline_s)
+        self._transfer(self._l3.get, "l3.get", self._batches(job.items, self._reads, pending), pending, deadline_s)
 
     def store(self, job: StoreJob, pending: PendingJob, *, deadline_s: float) -> None:
         """Store the objects of a job. Its last items may settle later, from a thread of L3."""
-        self._transfer(self._l3.put, "l3.put", job.items, pending, deadline_s)
+        self._transfer(self._l3.put, "l3.put", self._batches(job.items, self._writes, pending), pending, deadline_s)
 
     def lookup(self, job: LookupJob, pending: PendingJob, *, deadline_s: float) -> None:
-        """Ask for the objects of a job in all shards: an item is OK when every shard of it is."""
-        step = max(1, self._lookup_keys_max // self._shard_count)
+        """Ask for the items of a job in all shards of all stages: an item is OK when every shard of it is."""
+        step = max(1, self._lookup_keys_max // max(map(len, self._all_shards)))
         for start in range(0, len(job.items), step):
             items = job.items[start : start + step]
             pending.settle(range(start, start + len(items)), self._look_up(items, deadline_s))
@@ -74,76 +81,103 @@ class Transfers:
         if remaining_s <= 0 or self._is_stopped:
             return [self._unbegun()] * len(items)
         try:
+            shards = [self._all_shards[item.group] for item in items]
             keys = [
                 object_key(item.block_key, group=item.group, shard=shard)
-                for item in items
-                for shard in range(self._shard_count)
+                for item, of_item in zip(items, shards, strict=True)
+                for shard in of_item
             ]
             outcomes = _checked_outcomes(self._l3.lookup(keys, timeout_s=remaining_s), len(keys))
         except Exception as error:
             self._fault("l3.lookup", "a lookup in L3 failed: %r", error)
             return [Outcome.IO_ERROR] * len(items)
-        firsts = range(0, len(keys), self._shard_count)
-        return [_joined(outcomes[first : first + self._shard_count]) for first in firsts]
+        return _joined(outcomes, [len(of_item) for of_item in shards])
 
     def _unbegun(self) -> Outcome:
         return Outcome.CANCELLED if self._is_stopped else Outcome.DEADLINE
 
     def _transfer(
-        self, call: _Transfer, name: str, items: Sequence[TransferItem], pending: PendingJob, deadline_s: float
+        self, call: _Transfer, name: str, batches: Iterator[_Batch], pending: PendingJob, deadline_s: float
     ) -> None:
-        for indices, batch in self._batches(items, pending):
+        for batch in batches:
             remaining_s = deadline_s - self._clock()
             if remaining_s <= 0 or self._is_stopped:
-                pending.settle(indices, [self._unbegun()] * len(indices))
+                pending.settle(batch.indices, [self._unbegun()] * len(batch.indices))
                 continue
             try:
-                call(batch, timeout_s=remaining_s, done=self._done(name, indices, pending))
+                call(batch.objects, timeout_s=remaining_s, done=self._done(name, batch, pending))
             except Exception as error:  # L3 promises not to raise; when it does, it has let go of the bytes
                 self._fault(name, "a transfer failed: %r", error)
-                pending.settle(indices, [Outcome.IO_ERROR] * len(indices))
+                pending.settle(batch.indices, [Outcome.IO_ERROR] * len(batch.indices))
 
-    def _done(self, name: str, indices: list[int], pending: PendingJob) -> Done:
+    def _done(self, name: str, batch: _Batch, pending: PendingJob) -> Done:
         def done(outcomes: list[Outcome]) -> None:
             try:
-                checked = _checked_outcomes(outcomes, len(indices))
+                checked = _joined(_checked_outcomes(outcomes, len(batch.objects)), batch.counts)
             except Exception as error:
                 self._fault(name, "L3 reported nonsense: %r", error)
-                checked = [Outcome.IO_ERROR] * len(indices)
-            if not pending.settle(indices, checked):
+                checked = [Outcome.IO_ERROR] * len(batch.indices)
+            if not pending.settle(batch.indices, checked):
                 self._fault(f"{name}.again", "L3 reported a transfer of job %d that was over", pending.job_id)
 
         return done
 
-    def _batches(self, items: Sequence[TransferItem], pending: PendingJob) -> Iterator[tuple[list[int], list[L3Item]]]:
-        """Batches within the bounds (an object above them goes alone), with the items' indices in the job.
+    def _batches(self, items: Sequence[TransferItem], parts: Sequence[_Parts], pending: PendingJob) -> Iterator[_Batch]:
+        """Batches within the bounds (an item above them goes alone); the objects of an item are in one batch.
 
-        Items that name no slot are settled as BAD_RANGE, and are in no batch.
+        ``parts``: the shards to move, by group. Items without any are settled as OK, items that name no slot as
+        BAD_RANGE, and are in no batch.
         """
-        indices: list[int] = []
-        batch: list[L3Item] = []
-        batch_bytes = 0
+        batch = _Batch()
         for index, item in enumerate(items):
             try:
-                placed = self._placed(item)
+                placed = self._placed(item, parts)
             except (IndexError, ValueError, TypeError) as error:
                 self._fault("bad_range", "job %d: %r", pending.job_id, error)
                 pending.settle([index], [Outcome.BAD_RANGE])
                 continue
-            is_full = len(batch) >= self._batch_keys_max or batch_bytes + placed.size_bytes > self._batch_bytes_max
-            if batch and is_full:
-                yield indices, batch
-                indices, batch, batch_bytes = [], [], 0
-            indices.append(index)
-            batch.append(placed)
-            batch_bytes += placed.size_bytes
-        if batch:
-            yield indices, batch
+            if not placed:
+                pending.settle([index], [Outcome.OK])
+                continue
+            size_bytes = sum(placed_object.size_bytes for placed_object in placed)
+            is_full = (
+                len(batch.objects) + len(placed) > self._batch_keys_max
+                or batch.size_bytes + size_bytes > self._batch_bytes_max
+            )
+            if batch.objects and is_full:
+                yield batch
+                batch = _Batch()
+            batch.add(index, placed, size_bytes)
+        if batch.objects:
+            yield batch
 
-    def _placed(self, item: TransferItem) -> L3Item:
-        offset = self._offset(item.group, item.slot)
-        key = object_key(item.block_key, group=item.group, shard=self._shard)
-        return L3Item(key, offset, self._object_bytes[item.group])
+    def _placed(self, item: TransferItem, parts: Sequence[_Parts]) -> list[L3Item]:
+        if item.group < 0:
+            raise IndexError(f"group {item.group} is negative")
+        return [
+            L3Item(
+                object_key(item.block_key, group=item.group, shard=shard.index),
+                self._offset(item.group, item.slot, part),
+                shard.size_bytes,
+            )
+            for part, shard in parts[item.group]
+        ]
+
+
+@dataclass(slots=True)
+class _Batch:
+    """One call to L3: the objects of some items of a job, item after item."""
+
+    indices: list[int] = field(default_factory=list)  # of the items in the job
+    counts: list[int] = field(default_factory=list)  # objects of each
+    objects: list[L3Item] = field(default_factory=list)
+    size_bytes: int = 0
+
+    def add(self, index: int, placed: list[L3Item], size_bytes: int) -> None:
+        self.indices.append(index)
+        self.counts.append(len(placed))
+        self.objects += placed
+        self.size_bytes += size_bytes
 
 
 def _checked_outcomes(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:
@@ -154,6 +188,12 @@ def _checked_outcomes(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:
     return checked
 
 
-def _joined(outcomes: Sequence[Outcome]) -> Outcome:
-    """One outcome for all shards of an object: the first that is not OK."""
-    return next((outcome for outcome in outcomes if not outcome.is_ok), Outcome.OK)
+def _joined(outcomes: list[Outcome], counts: Sequence[int]) -> list[Outcome]:
+    """One outcome for each item, which has ``counts[i]`` objects in a row: the worst of theirs."""
+    if len(outcomes) == len(counts):
+        return outcomes
+    joined, start = [], 0
+    for count in counts:
+        joined.append(max(outcomes[start : start + count]))
+        start += count
+    return joined

@@ -28,6 +28,14 @@ Slots: TypeAlias = Sequence[int] | torch.Tensor
 Layered: TypeAlias = torch.Tensor | Sequence[torch.Tensor]  # [layers, n_slots, *inner], or [n_slots, *inner] per layer
 PagedPool: TypeAlias = Layered | Sequence[Sequence[torch.Tensor]]  # or [n_slots, *inner] per layer and plane
 
+
+class Joined(NamedTuple):
+    """A field of a state that is more than one piece: in an object they are one tensor, side by side along ``axis``."""
+
+    pieces: Sequence[Layered]
+    axis: int  # of one state in one layer, counted from the end: -1 is the last
+
+
 _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 # Bounds the temporary of an indexed copy in one layer; a larger one falls out of the processor's caches.
 _LAYER_STAGING_BYTES = 4 * 1024 * 1024
@@ -59,7 +67,7 @@ def scatter_pages(pages: torch.Tensor, pool: PagedPool, *, sources: Slots, targe
     _run_scatter(legs, sources, targets)
 
 
-def gather_states(fields: Sequence[Layered], objects: torch.Tensor, *, sources: Slots, targets: Slots) -> None:
+def gather_states(fields: Sequence[Layered | Joined], objects: torch.Tensor, *, sources: Slots, targets: Slots) -> None:
     """Write states into objects: the bytes of ``fields`` one after the other, each ``[layers][inner]``.
 
     ``fields``: the fields that belong into an object, in its order. ``objects``: uint8 [n_slots, object_bytes], rows of
@@ -69,7 +77,9 @@ def gather_states(fields: Sequence[Layered], objects: torch.Tensor, *, sources: 
     _run_gather(legs, sources, targets)
 
 
-def scatter_states(objects: torch.Tensor, fields: Sequence[Layered], *, sources: Slots, targets: Slots) -> None:
+def scatter_states(
+    objects: torch.Tensor, fields: Sequence[Layered | Joined], *, sources: Slots, targets: Slots
+) -> None:
     """Read states out of objects: the way back of ``gather_states``, with equal rules."""
     legs = list(_state_legs(fields, objects))
     _run_scatter(legs, sources, targets)
@@ -251,31 +261,39 @@ def _page_legs(pool: PagedPool, pages: torch.Tensor) -> Iterator[_Leg]:
         yield _leg([planes[plane] for planes in layers], pages[:, :, plane])
 
 
-def _state_legs(fields: Sequence[Layered], objects: torch.Tensor) -> Iterator[_Leg]:
-    """One copy per field, with its bytes in the objects viewed in the field's own shape."""
+def _state_legs(fields: Sequence[Layered | Joined], objects: torch.Tensor) -> Iterator[_Leg]:
+    """One copy per field, or piece of one, with its bytes in the objects viewed in the field's own shape."""
     if objects.dtype != torch.uint8 or objects.dim() != 2 or objects.stride(1) != 1:
         raise ValueError(f"state objects must be rows of uint8, not {objects.dtype} of shape {tuple(objects.shape)}")
     offset = 0
     for field in fields:
-        first = field[0]
-        field_bytes = len(field) * math.prod(first.shape[1:]) * first.element_size()
+        pieces, axis = (field.pieces, field.axis) if isinstance(field, Joined) else ([field], -1)
+        field_bytes = sum(_piece_bytes(piece) for piece in pieces)
         rows = objects[:, offset : offset + field_bytes]
         if rows.shape[1] != field_bytes:
             raise ValueError(f"state objects of {objects.shape[1]} bytes are too small for their fields")
-        yield _state_leg(field, rows)
+        yield from _field_legs(pieces, axis, rows)
         offset += field_bytes
     if offset != objects.shape[1]:
         raise ValueError(f"state objects have {objects.shape[1]} bytes, their fields {offset}")
 
 
-def _state_leg(field: Layered, rows: torch.Tensor) -> _Leg:
-    first = field[0]
-    inner = tuple(first.shape[1:])
-    if _fits(rows, first.element_size()):
-        return _leg(field, rows.view(first.dtype).view(len(rows), len(field), *inner))
-    # A field of wider elements after an odd number of bytes: byte by byte.
-    as_bytes = _map_layers(field, lambda tensor: tensor.view(torch.uint8))
-    return _leg(as_bytes, rows.view(len(rows), len(field), *inner[:-1], inner[-1] * first.element_size()))
+def _field_legs(pieces: Sequence[Layered], axis: int, rows: torch.Tensor) -> Iterator[_Leg]:
+    """The copies of one field, whose bytes in the objects are ``rows``."""
+    dtype = pieces[0][0].dtype
+    if not _fits(rows, dtype.itemsize):  # a field of wider elements after an odd number of bytes: byte by byte
+        pieces = [_map_layers(piece, lambda tensor: tensor.view(torch.uint8)) for piece in pieces]
+        dtype = torch.uint8
+    lengths = [piece[0].shape[axis] for piece in pieces]
+    inner = list(pieces[0][0].shape[1:])
+    inner[axis] = sum(lengths)
+    blocks = rows.view(dtype).view(len(rows), len(pieces[0]), *inner)
+    for piece, block in zip(pieces, torch.split(blocks, lengths, dim=axis), strict=True):
+        yield _leg(piece, block)
+
+
+def _piece_bytes(piece: Layered) -> int:
+    return len(piece) * math.prod(piece[0].shape[1:]) * piece[0].element_size()
 
 
 def _leg(layered: Layered, blocks: torch.Tensor) -> _Leg:

@@ -50,7 +50,7 @@ class Identity:
                 namespace_descriptor=msgspec.msgpack.encode(spec.descriptor),
                 client_name=client_name or f"{socket.gethostname()}:{os.getpid()}",
             ),
-            object_bytes_max=max(spec.object_bytes),
+            object_bytes_max=spec.object_bytes_max,
         )
 
 

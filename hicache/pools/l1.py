@@ -7,14 +7,16 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hicache.errors import ConfigError, SpecError, UsageError
-from hicache.kernels.reference import Layered, PagedPool
+from hicache.kernels.reference import Joined, Layered, PagedPool
 from hicache.pools.dtypes import torch_dtype
-from hicache.spec import CacheSpec, PagedGroup, StateGroup
+from hicache.slices import Span
+from hicache.spec import CacheSpec, PagedGroup, StateField, StateGroup
 
 
 class L1Pool:
     """Slots for every group of one rank: pages for paged groups, states with all their fields for state groups.
 
+    Shapes are the rank's own (``rank.groups``). A group that the rank lacks has no tensor, and 0 ``slot_counts``.
     ``paged[group_index]``: [layers, n_pages, planes, page_tokens, heads, head_dim]; ``state[group_index][field]``:
     [layers, n_slots, *shape]; both zeroed at first. Both hold what is one tensor; an adopted pool keeps what came layer
     by layer out of them. The tensors are the engine's to compute in; which slot holds what is not decided here.
@@ -24,17 +26,24 @@ class L1Pool:
         self,
         spec: CacheSpec,
         *,
+        rank: int | None = None,
         pages: int | Mapping[int, int],
         state_slots: int | Mapping[int, int] = 0,
         device: str | torch.device = "cpu",
     ) -> None:
-        """Allocate zeroed tensors: slots for every group of the kind, or by group index. Raises ConfigError."""
+        """Allocate zeroed tensors: slots for every group of the kind, or by group index.
+
+        ``rank`` may be left out where there is one. Raises ConfigError or SpecError.
+        """
         self.spec = spec
+        self.rank = spec.rank(rank)
         self.device = _checked_device(device)
         paged: dict[int, torch.Tensor] = {}
         states: dict[int, dict[str, torch.Tensor]] = {}
         with torch.inference_mode(mode=False):  # a pool made inside of it could not be written outside of it
-            for index, group in enumerate(spec.groups):
+            for index, group in enumerate(self.rank.groups):
+                if group is None:
+                    continue
                 if isinstance(group, PagedGroup):
                     count = _slots(pages, index, setting="l1_pages", group=group.name)
                     shape = (len(group.layers), count, *page_shape(group, spec.page_tokens))
@@ -50,20 +59,25 @@ class L1Pool:
         self._take(dict(paged), {index: dict(fields) for index, fields in states.items()})
 
     @classmethod
-    def adopt(cls, spec: CacheSpec, tensors: Mapping[int, PagedPool | Mapping[str, Layered]]) -> L1Pool:
+    def adopt(
+        cls, spec: CacheSpec, tensors: Mapping[int, PagedPool | Mapping[str, Layered]], *, rank: int | None = None
+    ) -> L1Pool:
         """A pool over the engine's own tensors, by group index, which stay the engine's: nothing is copied or changed.
+        None for a group that the rank lacks.
 
         A paged group: one tensor as above, or per layer one [n_pages, planes, page_tokens, heads, head_dim], or per
         layer its planes [n_pages, page_tokens, heads, head_dim]. A state group: by field one tensor as above, or per
         layer one [n_slots, *shape]. Any strides whose slots do not overlap. Raises SpecError for what does not fit.
         """
-        missing = set(range(len(spec.groups))) ^ set(tensors)
-        if missing:
-            raise SpecError("adopted groups", sorted(tensors), f"the group indices 0 to {len(spec.groups) - 1}")
+        described = spec.rank(rank)
+        expected = [index for index, group in enumerate(described.groups) if group is not None]
+        if sorted(tensors) != expected:
+            raise SpecError("adopted groups", sorted(tensors), f"the group indices {expected}")
         paged: dict[int, PagedPool] = {}
         states: dict[int, Mapping[str, Layered]] = {}
-        for index, group in enumerate(spec.groups):
-            adopted = tensors[index]
+        for index in expected:
+            group, adopted = described.groups[index], tensors[index]
+            assert group is not None
             if isinstance(group, StateGroup):
                 states[index] = _checked_fields(group, adopted)
             elif isinstance(adopted, Mapping):
@@ -72,6 +86,7 @@ class L1Pool:
                 paged[index] = _checked_pages(group, adopted, page_tokens=spec.page_tokens)
         pool = cls.__new__(cls)
         pool.spec = spec
+        pool.rank = described
         pool.device = _common_device(paged, states)
         pool._take(paged, states)
         return pool
@@ -86,9 +101,25 @@ class L1Pool:
         """The fields of a state group that are, or are not, transient, in the order of the spec. Raises UsageError."""
         if group not in self._states:
             raise UsageError(f"group {group} is not a state group of this L1")
-        described = self.spec.groups[group]
+        described = self.rank.groups[group]
         assert isinstance(described, StateGroup)
         return [self._states[group][field.name] for field in described.fields if field.transient == transient]
+
+    def page_parts(self, group: int) -> list[PagedPool]:
+        """The heads of each of the rank's shards, in all pages of a paged group. Raises UsageError."""
+        pool = self.pages(group)
+        return [_heads_of(pool, shard.spans[0][0]) for shard in self.rank.shards[group]]
+
+    def state_parts(self, group: int) -> list[list[Layered | Joined]]:
+        """What each of the rank's shards has of every persistent field of a state group. Raises UsageError."""
+        fields = self.fields(group, transient=False)
+        described = self.rank.groups[group]
+        assert isinstance(described, StateGroup)
+        kept = list(zip(fields, described.persistent_fields, strict=True))
+        return [
+            [_part_of(field, about, spans) for (field, about), spans in zip(kept, shard.spans, strict=True)]
+            for shard in self.rank.shards[group]
+        ]
 
     def _take(self, paged: Mapping[int, PagedPool], states: Mapping[int, Mapping[str, Layered]]) -> None:
         self._paged = paged
@@ -100,7 +131,7 @@ class L1Pool:
         }
         counts = {index: len(_first_layer(pool)) for index, pool in paged.items()}
         counts |= {index: len(_first_layer(next(iter(fields.values())))) for index, fields in states.items()}
-        self.slot_counts = tuple(counts[index] for index in sorted(counts))
+        self.slot_counts = tuple(counts.get(index, 0) for index in range(len(self.spec.groups)))
 
     def _zeros(self, shape: tuple[int, ...], dtype: str, *, setting: str, count: int) -> torch.Tensor:
         try:
@@ -112,6 +143,29 @@ class L1Pool:
 def page_shape(group: PagedGroup, page_tokens: int) -> tuple[int, int, int, int]:
     """The shape of one page in one layer: [planes, page_tokens, heads, head_dim]."""
     return group.planes, page_tokens, group.heads, group.head_dim
+
+
+def _heads_of(pool: PagedPool, span: Span) -> PagedPool:
+    if isinstance(pool, torch.Tensor) or isinstance(pool[0], torch.Tensor):
+        return _narrowed(pool, -2, span)  # type: ignore[arg-type]  # a first layer that is a tensor makes it Layered
+    first, stop = span
+    return [[plane.narrow(-2, first, stop - first) for plane in planes] for planes in pool]
+
+
+def _part_of(field: Layered, about: StateField, spans: tuple[Span, ...]) -> Layered | Joined:
+    if about.split is None:
+        return field
+    axis = about.split.axis - len(about.shape)
+    if spans == ((0, about.shape[axis]),):
+        return field
+    return Joined([_narrowed(field, axis, span) for span in spans], axis)
+
+
+def _narrowed(layered: Layered, axis: int, span: Span) -> Layered:
+    first, stop = span
+    if isinstance(layered, torch.Tensor):
+        return layered.narrow(axis, first, stop - first)
+    return [tensor.narrow(axis, first, stop - first) for tensor in layered]
 
 
 def _checked_device(device: str | torch.device) -> torch.device:

@@ -12,17 +12,20 @@ from hicache.pools.dtypes import torch_dtype
 from hicache.pools.host_memory import HostMemory, available_memory_bytes
 from hicache.pools.l1 import page_shape
 from hicache.pools.registration import HostRegistrar, registrar_for
-from hicache.sizing import l2_size_bytes, slot_stride
+from hicache.sizing import l2_size_bytes, l2_strides
 from hicache.spec import CacheSpec, PagedGroup
 
 
 class L2Pool:
-    """``slot_counts[group_index]`` slots for each group, group after group, each slot at a multiple of 4096 bytes.
+    """Slots for every group of one rank, group after group, and in each slot the rank's shards of one page or snapshot,
+    each at a multiple of 4096 bytes.
 
-        [group 0: slot 0 | slot 1 | ... ][group 1: slot 0 | ...]      slot = object bytes, then padding
+        [group 0: slot 0 | slot 1 | ... ][group 1: slot 0 | ...]      slot = shard after shard, each with its padding
 
-    A page is ``[layers][planes][page_tokens][heads x head_dim]`` (page_first_direct), a state the bytes of its
-    persistent fields. It is a SharedMemory for L3 clients. Which slot holds what is not decided here.
+    A shard of a page is ``[layers][planes][page_tokens][heads x head_dim]`` (page_first_direct), of a state the bytes
+    of its persistent fields. It is a SharedMemory for L3 clients. Which slot holds what is not decided here.
+
+    ``slot_counts[group_index]`` is 0 where the rank lacks the group.
     """
 
     def __init__(
@@ -30,25 +33,29 @@ class L2Pool:
         spec: CacheSpec,
         slot_counts: Sequence[int],
         *,
+        rank: int | None = None,
         device: str | torch.device = "cpu",
         registrar: HostRegistrar | None = None,
         available_bytes: int | None = None,
     ) -> None:
         """Reserve exactly the memory of the slots, zeroed, touched, and pinned if ``device`` (of L1) wants it.
 
+        ``slot_counts`` are those of the replica, at least 1 for every group. ``rank`` may be left out where there is
+        only one.
         ``registrar`` pins in the place of what ``device`` would choose. ``available_bytes`` bounds the size; None asks
-        the machine. Raises ConfigError, and then holds nothing.
+        the machine. Raises ConfigError or SpecError, and then holds nothing.
         """
         if len(slot_counts) != len(spec.groups) or min(slot_counts) < 1:
             raise ConfigError("l2 slot counts", tuple(slot_counts), f"at least 1 for each of {len(spec.groups)} groups")
         self.spec = spec
-        self.slot_counts = tuple(slot_counts)
-        self.strides = tuple(slot_stride(size) for size in spec.object_bytes)
+        self.rank = spec.rank(rank)
+        self.slot_counts = tuple(0 if self.rank.lacks(group) else count for group, count in enumerate(slot_counts))
+        self.strides = l2_strides(self.rank)
         sizes = (count * stride for count, stride in zip(self.slot_counts, self.strides, strict=True))
         self._starts = tuple(accumulate(sizes, initial=0))[:-1]
         self._memory = HostMemory(
             "hicache-l2",
-            l2_size_bytes(spec, slot_counts),
+            l2_size_bytes(self.rank, slot_counts),
             setting="l2_bytes",
             available_bytes=available_memory_bytes() if available_bytes is None else available_bytes,
             registrar=registrar or registrar_for(torch.device(device)),
@@ -66,25 +73,33 @@ class L2Pool:
         """All bytes, writable; a view keeps the mapping alive. Raises UsageError after ``close``."""
         return self._memory.buffer
 
-    def offset(self, group: int, slot: int) -> int:
-        """Where the object in ``slot`` begins within the memory. Raises IndexError for a slot that does not exist."""
+    def offset(self, group: int, slot: int, part: int = 0) -> int:
+        """Where the rank's ``part``-th shard in ``slot`` begins within the memory. Raises IndexError for a slot or part
+        that does not exist.
+        """
         if not 0 <= group < len(self.slot_counts):
             raise IndexError(f"group {group} is outside of [0, {len(self.slot_counts)})")
         if not 0 <= slot < self.slot_counts[group]:
             raise IndexError(f"slot {slot} of group {group} is outside of [0, {self.slot_counts[group]})")
-        return self._starts[group] + slot * self.strides[group]
+        shards = self.rank.shards[group]
+        if not 0 <= part < len(shards):
+            raise IndexError(f"part {part} of group {group} is outside of [0, {len(shards)})")
+        return self._starts[group] + slot * self.strides[group] + part * (self.strides[group] // len(shards))
 
-    def view(self, group: int) -> torch.Tensor:
-        """The slots of a group: pages [n_slots, layers, planes, page_tokens, heads, head_dim], or states as bytes
-        [n_slots, object_bytes]. It keeps the mapping alive. Raises IndexError, and UsageError after ``close``.
+    def view(self, group: int, part: int = 0) -> torch.Tensor:
+        """The ``part``-th shard in all slots of a group: pages [n_slots, layers, planes, page_tokens, heads, head_dim],
+        or states as bytes [n_slots, size_bytes]. It keeps the mapping alive. Raises IndexError, and UsageError after
+        ``close``.
         """
-        start, count, stride = self.offset(group, 0), self.slot_counts[group], self.strides[group]
+        first = self.offset(group, 0, part) - self._starts[group]
+        start, count, stride = self._starts[group], self.slot_counts[group], self.strides[group]
         slots = self._memory.tensor()[start : start + count * stride].view(count, stride)
-        objects = slots[:, : self.spec.object_bytes[group]]
-        described = self.spec.groups[group]
+        objects = slots[:, first : first + self.rank.shards[group][part].size_bytes]
+        described = self.rank.groups[group]
         if not isinstance(described, PagedGroup):
             return objects
-        shape = (len(described.layers), *page_shape(described, self.spec.page_tokens))
+        planes, page_tokens, heads, head_dim = page_shape(described, self.spec.page_tokens)
+        shape = (len(described.layers), planes, page_tokens, heads // len(self.rank.shards[group]), head_dim)
         return objects.view(torch_dtype(described.dtype)).view(count, *shape)
 
     def close(self) -> None:

@@ -14,6 +14,7 @@ from hicache.spec import (
     DTYPE_BYTES,
     CacheSpec,
     Group,
+    HeadSplit,
     PagedGroup,
     StateField,
     StateGroup,
@@ -103,7 +104,7 @@ OTHERS: dict[type, dict[str, object]] = {
         "planes": 1,
         "window_tokens": 128,
     },
-    StateField: {"name": "other", "shape": (8, 4), "dtype": "int32", "transient": True},
+    StateField: {"name": "other", "shape": (8, 4), "dtype": "int32", "transient": True, "split": HeadSplit(0)},
     StateGroup: {"name": "other", "layers": (3,), "fields": (FIELD,)},
     CacheSpec: {
         "model": "other",
@@ -112,7 +113,8 @@ OTHERS: dict[type, dict[str, object]] = {
         "page_tokens": 32,
         "key_hash": "xxh3_128",
         "tp_size": 2,
-        "pp_size": 2,
+        "tp_lcm": 2,
+        "pp_layers": (2, 3),
         "identity": (("quantization", "awq"),),
     },
 }
@@ -170,7 +172,7 @@ def test_br_007_another_parallelism_is_another_namespace_although_the_bytes_are_
     two = spec_of(dataclasses.replace(GQA, heads=4), tp_size=2)
     assert one.object_bytes == two.object_bytes
     assert one.namespace != two.namespace
-    assert differing_fields(one.descriptor, two.descriptor) == ["tp_size: 1 != 2"]
+    assert differing_fields(one.descriptor, two.descriptor) == ["group.0.slices: 1 != 2"]
 
 
 @given(
@@ -243,8 +245,6 @@ def refused_spec(**settings: object) -> CacheSpec:
         ),
         (lambda: refused_spec(page_tokens=0), "page_tokens = 0: expected a whole number of at least 1"),
         (lambda: refused_spec(tp_size=0), "tp_size = 0"),
-        (lambda: refused_spec(pp_size=-2), "pp_size = -2"),
-        (lambda: refused_spec(tp_size=1024, pp_size=128), "tp_size . pp_size = 131072: expected at most 65536"),
         (lambda: refused_spec(layout="layer_first"), "layout = 'layer_first': expected page_first_direct"),
         (lambda: refused_spec(key_hash="md5"), "key_hash = 'md5': expected one of blake2b"),
         (lambda: refused_spec(identity=(("a", 1), ("a", 2))), "identity = .*distinct names"),
@@ -262,8 +262,7 @@ def test_a_group_is_found_by_its_name() -> None:
         spec_of().group_index("nothing")
 
 
-def test_shards_are_pipeline_stages_times_head_slices() -> None:
-    assert spec_of(tp_size=4, pp_size=2).shard_count == 8
+def test_a_spec_knows_whether_it_has_state() -> None:
     assert spec_of().has_state
     assert not spec_of(GQA).has_state
 

@@ -47,9 +47,9 @@ class Completions:
 class MemoryL3:
     """Keeps objects in a dict. A transfer is done in the calling thread, at once."""
 
-    def __init__(self, memory: L2Pool) -> None:
+    def __init__(self, memory: L2Pool, objects: dict[bytes, bytes] | None = None) -> None:
         self._memory = memory
-        self.objects: dict[bytes, bytes] = {}
+        self.objects: dict[bytes, bytes] = {} if objects is None else objects
         self.calls: list[tuple[str, int, float]] = []  # name, items, timeout_s
         self.closed = 0
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.errors import ConfigError
+from hicache.errors import ConfigError, SpecError
 from hicache.executor import Executor, ExecutorLimits
 from hicache.jobs import Completion, FetchJob, LookupItem, LookupJob, StoreJob, TransferItem
 from hicache.keys import object_key
@@ -87,11 +88,11 @@ def test_objects_go_to_l3_and_come_back_into_other_slots(rank: Rank) -> None:
 
 
 def test_objects_are_named_by_shard_and_a_lookup_wants_all_shards() -> None:
-    spec = CacheSpec("m", "1", (PagedGroup("g", (0,), 1, 8, "int8"),), page_tokens=4, tp_size=2)
+    spec = CacheSpec("m", "1", (PagedGroup("g", (0,), 2, 8, "int8"),), page_tokens=4, tp_size=2)
     completions = Completions()
-    l2 = L2Pool(spec, (8,))
-    l3 = MemoryL3(l2)
-    ranks = [Executor(spec, L1Pool(spec, pages=2), l2, l3, on_complete=completions, shard=shard) for shard in (0, 1)]
+    pools = [(L1Pool(spec, rank=rank, pages=2), L2Pool(spec, (8,), rank=rank)) for rank in (0, 1)]
+    objects: dict[bytes, bytes] = {}
+    ranks = [Executor(spec, l1, l2, MemoryL3(l2, objects), on_complete=completions) for l1, l2 in pools]
     ranks[0].submit(store(1, 0, 1))
     assert completions.outcomes(1) == (OK, OK)
     ranks[1].submit(store(2, 1))
@@ -100,9 +101,14 @@ def test_objects_are_named_by_shard_and_a_lookup_wants_all_shards() -> None:
     assert completions.outcomes(3) == (Outcome.ABSENT, OK, Outcome.ABSENT)
     for executor in ranks:
         assert executor.close()
-    l2.close()
-    with pytest.raises(ConfigError, match="shard = 2"):
-        Executor(spec, L1Pool(spec, pages=2), l2, l3, on_complete=completions, shard=2)
+    with pytest.raises(ConfigError, match=r"l2\.rank = 1: expected a pool of the same CacheSpec and rank as L1's, 0"):
+        Executor(spec, pools[0][0], pools[1][1], None, on_complete=completions)
+    with pytest.raises(ConfigError, match=r"l1\.spec = 'm': expected a pool of the same CacheSpec"):
+        Executor(dataclasses.replace(spec, revision="2"), *pools[0], None, on_complete=completions)
+    with pytest.raises(SpecError, match="rank = None: expected one of the 2 ranks"):
+        L2Pool(spec, (8,))
+    for _, l2 in pools:
+        l2.close()
 
 
 @pytest.mark.parametrize("kind", ["fetch", "store"])

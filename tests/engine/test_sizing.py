@@ -43,7 +43,7 @@ def test_br_090_slots_never_take_more_than_was_given_and_leave_less_than_one_of_
         return
     strides = [slot_stride(size) for size in spec.object_bytes]
     one_of_each = sum(stride for stride, is_state in zip(strides, states, strict=True) if not is_state or all(states))
-    assert l2_bytes - one_of_each < l2_size_bytes(spec, counts) <= l2_bytes
+    assert l2_bytes - one_of_each < l2_size_bytes(spec.rank(), counts) <= l2_bytes
     for kind, minimum_slots in ((False, PAGED_SLOTS_MIN), (True, STATE_SLOTS_MIN)):
         of_kind = {count for count, is_state in zip(counts, states, strict=True) if is_state is kind}
         assert len(of_kind) <= 1
