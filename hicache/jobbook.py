@@ -34,8 +34,8 @@ class _Open:
 class JobBook:
     """Numbers jobs and closes them. A job is done when every rank is; an item is OK when it is on every rank.
 
-    A rank that is lost answers nothing any more, and has nothing: all of its items are UNAVAILABLE. Only the emptying of
-    a state is done on those that are left, so that requests can still be answered with nothing.
+    A rank that is lost answers nothing any more, and has nothing: all of its items are UNAVAILABLE. Only the emptying
+    of a state is done on those that are left, so that requests can still be answered with nothing.
     """
 
     def __init__(self, *, ranks: int = 1) -> None:
@@ -68,7 +68,7 @@ class JobBook:
         return job_id
 
     def number(self) -> int:
-        """The next number of the row that jobs are numbered in: it comes after all jobs so far, and before all others."""
+        """The next number of the row that jobs are numbered in: after all jobs so far, and before all others."""
         self._next_id += 1
         return self._next_id - 1
 
@@ -88,7 +88,9 @@ class JobBook:
         if entry is None or rank not in entry.ranks:
             raise UsageError(f"job {completion.job_id} is not open on rank {rank}: completed twice, or never emitted")
         if len(completion.outcomes) != entry.items:
-            raise UsageError(f"job {completion.job_id} has {entry.items} items, its completion {len(completion.outcomes)}")
+            raise UsageError(
+                f"job {completion.job_id} has {entry.items} items, its completion {len(completion.outcomes)}"
+            )
         self._answered(completion.job_id, entry, rank, completion.outcomes)
 
     def lose(self, rank: int) -> None:

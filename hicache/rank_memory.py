@@ -14,7 +14,7 @@ from hicache.spec import CacheSpec
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MemorySettings:
-    """What ``HiCache.open`` and ``RankWorker.open`` are told of it; equal on all ranks, but for ``device`` and ``l3``."""
+    """What ``HiCache.open`` and ``RankWorker.open`` are told: equal on all ranks, but for ``device`` and ``l3``."""
 
     l1_pages: int
     l1_state_slots: int
@@ -52,11 +52,13 @@ class RankMemory:
         """Raises ConfigError when it is more than there is, and then holds nothing. Never waits for L3."""
         if spec.has_state and settings.l1_state_slots < 1:
             raise ConfigError("l1_state_slots", settings.l1_state_slots, "at least 1: the model has state groups")
-        l1 = L1Pool(spec, pages=settings.l1_pages, state_slots=settings.l1_state_slots, device=settings.device)
+        l1 = L1Pool(
+            spec, rank=rank, pages=settings.l1_pages, state_slots=settings.l1_state_slots, device=settings.device
+        )
         if not settings.l2_bytes:
             return cls(l1, None, None)
         counts = l2_slot_counts(spec, settings.l2_bytes, state_share=settings.l2_state_share)
-        l2 = L2Pool(spec, counts, registrar=registrar_for(l1.device))
+        l2 = L2Pool(spec, counts, rank=rank, registrar=registrar_for(l1.device))
         try:
             l3 = open_l3(
                 settings.l3, spec=spec, memory=l2, token=settings.token, capacity_bytes=settings.l3_capacity_bytes

@@ -1,1 +1,1 @@
-"""The ranks of one replica: a leader whose directory decides, and workers that do its jobs in processes of their own."""
+"""The ranks of one replica: a leader whose directory decides, and workers in processes of their own."""

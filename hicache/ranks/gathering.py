@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from hicache.errors import ConfigError
+from hicache.errors import ConfigError, UsageError
 from hicache.ranks.link import Link, LinkBroken
 from hicache.ranks.messages import (
     HELLO_BYTES_MAX,
@@ -117,7 +117,7 @@ class _Gathering:
                 if guest.rank is not None or not isinstance(message, Hello):
                     raise Garbage("one hello is all that a worker says before it is greeted")
                 self._greet(guest, message)
-        except (LinkBroken, Garbage, msgspec.MsgspecError) as error:
+        except (LinkBroken, Garbage, UsageError, msgspec.MsgspecError) as error:
             _LOG.info("a connection to the ranks' socket was dropped: %s", error)
             self._drop(guest)
 

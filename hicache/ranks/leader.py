@@ -8,13 +8,17 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from hicache.errors import ConfigError
 from hicache.jobs import Completion, CopyJob, Job
+from hicache.pools import L1Pool, L2Pool
 from hicache.ranks.gathering import gather
+from hicache.ranks.introduction import hello_of
 from hicache.ranks.link import Link
 from hicache.ranks.loop import LinkLoop
 from hicache.ranks.messages import LEADER_DECODER, Done, Farewell, Hello, ToLeader, Welcome, frame
 from hicache.ranks.peer import Peer, tick_s
 from hicache.ranks.settings import Ranks
+from hicache.spec import CacheSpec
 
 _LOG = logging.getLogger(__name__)
 
@@ -30,7 +34,7 @@ class _OpenJob:
 
 @dataclass(slots=True)
 class _Rank:
-    peer: Peer[ToLeader] | None = None  # None: lost
+    peer: Peer[ToLeader] | None  # None: lost
     lock: threading.Lock = field(default_factory=threading.Lock)
     open: dict[int, _OpenJob] = field(default_factory=dict)
 
@@ -45,34 +49,32 @@ class RankLinks:
 
     def __init__(self, ranks: Ranks, links: dict[int, Link], common: Hello) -> None:
         """``links``: to all ranks but this one; ``common``: what all have said of themselves."""
-        self.l1_slots, self.l2_slots = common.l1_slots, common.l2_slots
-        self.copy_timeout_s = ranks.copy_timeout_s
+        self.slots = common.l1_slots, common.l2_slots
+        self._copy_timeout_s = ranks.copy_timeout_s
         self._silence_timeout_s = ranks.silence_timeout_s
         self._on_complete: OnComplete = lambda rank, completion: None
         self._on_lost: OnLost = lambda rank, reason: None
-        self._loop = LinkLoop("hicache-ranks", tick_s=tick_s(ranks.silence_timeout_s), on_tick=self._tick)
-        self._ranks = {rank: _Rank() for rank in sorted(links)}
-        for rank, link in links.items():
-            self._ranks[rank].peer = self._watched(rank, link)
+        self._loop: LinkLoop | None = None
+        self._ranks: dict[int, _Rank] = {}
+        if links:
+            self._loop = LinkLoop("hicache-ranks", tick_s=tick_s(ranks.silence_timeout_s), on_tick=self._tick)
+            self._ranks = {rank: _Rank(self._peer(rank, link, self._loop)) for rank, link in links.items()}
+            self._send_to_all(frame(Welcome(ranks.silence_timeout_s)))
 
-    @classmethod
-    def open(cls, ranks: Ranks, own: Hello, *, count: int) -> RankLinks:
-        """Wait for ranks 1 to ``count - 1`` whose hellos fit ``own``, and greet them.
-
-        Raises ConfigError naming the ranks that have not come in time, and why others were refused.
-        """
-        opened = cls(ranks, *gather(ranks, own, missing=set(range(1, count))))
-        opened._send_to_all(frame(Welcome(ranks.silence_timeout_s)))
-        return opened
+    @property
+    def load_timeout_s(self) -> float:
+        """How long copies into L1 can take until every rank has done them, or is lost."""
+        return 2 * self._copy_timeout_s
 
     def start(self, *, on_complete: OnComplete, on_lost: OnLost) -> None:
         """Begin to listen. Both are called in a thread of this object, which other ranks wait for: return soon."""
         self._on_complete, self._on_lost = on_complete, on_lost
-        self._loop.start()
+        if self._loop is not None:
+            self._loop.start()
 
     def submit(self, job: Job) -> None:
         """Send a job to every rank that is not lost: each completes it once, or is lost. Never blocks, never raises."""
-        copy_until_s = time.monotonic() + self.copy_timeout_s if isinstance(job, CopyJob) else None
+        copy_until_s = time.monotonic() + self._copy_timeout_s if isinstance(job, CopyJob) else None
         try:
             framed = frame(job)
         except ValueError as error:
@@ -87,19 +89,19 @@ class RankLinks:
                 peer.send(framed)
 
     def close(self, *, timeout_s: float = 5.0) -> bool:
-        """Tell the ranks, and hang up. Nothing is called afterwards. Returns whether the thread has ended. Idempotent."""
+        """Tell the ranks, and hang up. Nothing is called afterwards. Returns whether the thread has ended."""
         self._on_complete, self._on_lost = (lambda rank, completion: None), (lambda rank, reason: None)
         self._send_to_all(frame(Farewell("the leader was closed")))
-        has_ended = self._loop.stop(timeout_s=timeout_s)
+        has_ended = self._loop is None or self._loop.stop(timeout_s=timeout_s)
         for rank in self._ranks.values():
             if (peer := rank.peer) is not None:
                 peer.end("closed here")
         return has_ended
 
-    def _watched(self, rank: int, link: Link) -> Peer[ToLeader]:
+    def _peer(self, rank: int, link: Link, loop: LinkLoop) -> Peer[ToLeader]:
         return Peer(
             link,
-            self._loop,
+            loop,
             LEADER_DECODER,
             on_message=lambda message: self._heard(rank, message),
             on_end=lambda reason: self._lose(rank, reason),
@@ -131,6 +133,7 @@ class RankLinks:
         rank.peer = None
         with rank.lock:
             rank.open.clear()
+        _LOG.error("rank %d is lost: %s; the replica has to be started again", number, reason)
         self._on_lost(number, reason)
 
     def _tick(self, now_s: float) -> None:
@@ -140,9 +143,23 @@ class RankLinks:
             with rank.lock:
                 late = [number for number, job in rank.open.items() if _is_late(job, now_s)]
             if late:
-                peer.end(f"it has not done copy job {late[0]} within {self.copy_timeout_s:g} s")
+                peer.end(f"it has not done copy job {late[0]} within {self._copy_timeout_s:g} s")
             else:
                 peer.tick(now_s, silence_timeout_s=self._silence_timeout_s)
+
+
+def open_links(spec: CacheSpec, ranks: Ranks | None, *, l1: L1Pool, l2: L2Pool | None, has_l3: bool) -> RankLinks:
+    """Links to the other ranks of ``spec``, when all of them have come; none, and no thread, where there is one rank.
+
+    Raises ConfigError naming the ranks that have not come in time, and why others were refused.
+    """
+    if ranks is None and spec.rank_count > 1:
+        raise ConfigError("ranks", ranks, f"where the other ranks of {spec.rank_count} find this one: Ranks(address)")
+    settings = ranks or Ranks("unix:///unused")
+    own = hello_of(spec, rank=0, token=settings.token, l1=l1, l2=l2, has_l3=has_l3)
+    if spec.rank_count == 1:
+        return RankLinks(settings, {}, own)
+    return RankLinks(settings, *gather(settings, own, missing=set(range(1, spec.rank_count))))
 
 
 def _is_late(job: _OpenJob, now_s: float) -> bool:

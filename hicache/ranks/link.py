@@ -1,4 +1,4 @@
-"""One connection between a leader and a worker: messages out without ever blocking, bytes in, and when it was last heard."""
+"""One connection between a leader and a worker: messages out without ever blocking, and bytes in."""
 
 from __future__ import annotations
 

@@ -1,15 +1,14 @@
-"""What a leader and its workers say to each other: length-prefixed msgpack, bounded, and refused when it is not that."""
+"""What a leader and its workers say to each other: length-prefixed msgpack, bounded."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import msgspec
 
 from hicache.jobs import Completion, CopyJob, FetchJob, LookupJob, StoreJob
-from hicache.keys import FieldValue
 
 RANK_PROTOCOL_VERSION = 1
 HELLO_BYTES_MAX = 256 * 1024  # a descriptor has at most 64 KiB
@@ -25,7 +24,7 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     version: int
     token: str
     rank: int
-    descriptor: dict[str, FieldValue]
+    descriptor: dict[str, Any]  # of FieldValue: msgspec cannot check a union of str and bytes
     l1_slots: tuple[int, ...]
     l2_slots: tuple[int, ...]  # all zero: no L2
     has_l3: bool

@@ -30,7 +30,9 @@ class Ranks:
     token: str = ""
     start_timeout_s: float = 120.0  # until every rank has come
     silence_timeout_s: float = 15.0  # a rank that says nothing for so long is lost
-    copy_timeout_s: float = 30.0  # a rank that has not done a copy by then is lost: longer than the engine's longest step
+    copy_timeout_s: float = (
+        30.0  # a rank that has not done a copy by then is lost: longer than the engine's longest step
+    )
 
     def __post_init__(self) -> None:
         for name in ("address", "token"):
@@ -56,7 +58,7 @@ class Ranks:
 
 
 def listen(ranks: Ranks, *, backlog: int) -> socket.socket:
-    """A listening socket, in the place of what a dead leader left. Raises ConfigError, and StorageInUse for a live one."""
+    """A listening socket, in place of what a dead leader left. Raises ConfigError; StorageInUse for a live one."""
     endpoint = ranks.endpoint
     if isinstance(endpoint, tuple):
         try:

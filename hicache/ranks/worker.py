@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import logging
-import socket
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
-
-import msgspec
 
 from hicache.connect import CAPACITY_BYTES_DEFAULT
 from hicache.errors import ConfigError
@@ -20,27 +16,11 @@ from hicache.jobs import Completion, CopyJob, Job
 from hicache.l3 import L3
 from hicache.pools import L1Pool, L2Pool
 from hicache.rank_memory import MemorySettings, RankMemory
-from hicache.ranks.link import Link
+from hicache.ranks.introduction import hello_of, introduce
 from hicache.ranks.loop import LinkLoop
-from hicache.ranks.messages import (
-    FRAME_BYTES_MAX,
-    FRAME_LENGTH_BYTES,
-    HELLO_BYTES_MAX,
-    RANK_PROTOCOL_VERSION,
-    WORKER_DECODER,
-    Done,
-    Farewell,
-    FrameReader,
-    Garbage,
-    Hello,
-    Pulse,
-    Refused,
-    ToWorker,
-    Welcome,
-    frame,
-)
+from hicache.ranks.messages import WORKER_DECODER, Done, Farewell, Pulse, Refused, ToWorker, Welcome, frame
 from hicache.ranks.peer import Peer, tick_s
-from hicache.ranks.settings import Ranks, connect
+from hicache.ranks.settings import Ranks
 from hicache.ranks.step_order import StepOrder
 from hicache.spec import CacheSpec
 
@@ -74,7 +54,7 @@ class RankWorker:
         self._executor = Executor(spec, l1, l2, l3, on_complete=self._on_complete)
         hello = hello_of(spec, rank=rank, token=leader.token, l1=l1, l2=l2, has_l3=l3 is not None)
         try:
-            link, welcome = _introduced(leader, hello)
+            link, welcome = introduce(leader, hello)
         except BaseException:
             self._executor.close()
             raise
@@ -105,7 +85,7 @@ class RankWorker:
         token: str = "",
         device: str = "cpu",
     ) -> Self:
-        """Build the pools, connect to L3 and to the leader. The settings are those of ``HiCache.open`` on the leader."""
+        """Build the pools, connect to L3 and to the leader. Settings as in ``HiCache.open`` on the leader."""
         settings = MemorySettings(
             l1_pages=l1_pages,
             l1_state_slots=l1_state_slots,
@@ -186,54 +166,3 @@ class RankWorker:
         if self._executor.close() and self.l2 is not None:  # else hicached may still write there: it is left to it
             self.l2.close()
         self._is_over.set()
-
-
-def hello_of(spec: CacheSpec, *, rank: int, token: str, l1: L1Pool, l2: L2Pool | None, has_l3: bool) -> Hello:
-    """What a rank says of itself, and the leader expects of it."""
-    return Hello(
-        version=RANK_PROTOCOL_VERSION,
-        token=token,
-        rank=rank,
-        descriptor={**spec.descriptor, "tp_size": spec.tp_size, "pp_size": spec.pp_size},
-        l1_slots=tuple(l1.slot_counts),
-        l2_slots=tuple(l2.slot_counts) if l2 is not None else (0,) * len(spec.groups),
-        has_l3=has_l3,
-    )
-
-
-def _introduced(leader: Ranks, hello: Hello) -> tuple[Link, Welcome]:
-    """A link to the leader that has taken this rank. Raises ConfigError."""
-    until_s = time.monotonic() + leader.start_timeout_s
-    connection = connect(leader, until_s=until_s)
-    try:
-        answer = _answer(connection, frame(hello), until_s=until_s)
-    except (OSError, Garbage, msgspec.MsgspecError) as error:
-        connection.close()
-        expected = f"a leader that takes rank {hello.rank} within {leader.start_timeout_s:g} s ({error})"
-        raise ConfigError("leader.address", leader.address, expected) from error
-    if isinstance(answer, Welcome):
-        return Link(connection, FrameReader(bytes_max=FRAME_BYTES_MAX), now_s=time.monotonic()), answer
-    connection.close()
-    reason = answer.reason if isinstance(answer, Refused | Farewell) else f"it says {type(answer).__name__}"
-    raise ConfigError("rank", hello.rank, f"one that the leader takes; where leader != worker: {reason}")
-
-
-def _answer(connection: socket.socket, framed: bytes, *, until_s: float) -> ToWorker:
-    """The first message of the leader, and not a byte more. Raises OSError, Garbage or MsgspecError."""
-    connection.settimeout(max(0.001, until_s - time.monotonic()))
-    connection.sendall(framed)
-    length = int.from_bytes(_exactly(connection, FRAME_LENGTH_BYTES, until_s=until_s), "little")
-    if length > HELLO_BYTES_MAX:
-        raise Garbage(f"an answer of {length} bytes")
-    return WORKER_DECODER.decode(_exactly(connection, length, until_s=until_s))
-
-
-def _exactly(connection: socket.socket, size_bytes: int, *, until_s: float) -> bytes:
-    received = b""
-    while len(received) < size_bytes:
-        connection.settimeout(max(0.001, until_s - time.monotonic()))
-        part = connection.recv(size_bytes - len(received))
-        if not part:
-            raise ConnectionResetError("it hung up")
-        received += part
-    return received
