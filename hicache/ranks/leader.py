@@ -54,6 +54,7 @@ class RankLinks:
         self._silence_timeout_s = ranks.silence_timeout_s
         self._on_complete: OnComplete = lambda rank, completion: None
         self._on_lost: OnLost = lambda rank, reason: None
+        self._is_closing = False
         self._loop: LinkLoop | None = None
         self._ranks: dict[int, _Rank] = {}
         if links:
@@ -90,7 +91,7 @@ class RankLinks:
 
     def close(self, *, timeout_s: float = 5.0) -> bool:
         """Tell the ranks, and hang up. Nothing is called afterwards. Returns whether the thread has ended."""
-        self._on_complete, self._on_lost = (lambda rank, completion: None), (lambda rank, reason: None)
+        self._is_closing = True
         self._send_to_all(frame(Farewell("the leader was closed")))
         has_ended = self._loop is None or self._loop.stop(timeout_s=timeout_s)
         for rank in self._ranks.values():
@@ -126,15 +127,17 @@ class RankLinks:
         if job is None or job.item_count != len(completion.outcomes):
             peer.end(f"it answers job {completion.job_id} with {len(completion.outcomes)} items, which was not asked")
             return
-        self._on_complete(number, completion)
+        if not self._is_closing:
+            self._on_complete(number, completion)
 
     def _lose(self, number: int, reason: str) -> None:
         rank = self._ranks[number]
         rank.peer = None
         with rank.lock:
             rank.open.clear()
-        _LOG.error("rank %d is lost: %s; the replica has to be started again", number, reason)
-        self._on_lost(number, reason)
+        if not self._is_closing:
+            _LOG.error("rank %d is lost: %s; the replica has to be started again", number, reason)
+            self._on_lost(number, reason)
 
     def _tick(self, now_s: float) -> None:
         for rank in self._ranks.values():
