@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +82,23 @@ class Replica:
         for worker in self.workers:
             worker.answer()
 
+    def on_one(self, rank: int, function: Callable[..., Any], *arguments: object) -> Any:
+        """Call a function on one rank, with its RankWorker or, for rank 0, the HiCache. Returns what it returns."""
+        if rank == 0:
+            return function(self.cache, *arguments)
+        self.workers[rank - 1].ask(function, *arguments)
+        return self.workers[rank - 1].answer()
+
+    def on_all(self, function: Callable[..., Any], *arguments: object) -> list[Any]:
+        """Call a function on every rank at a time."""
+        for worker in self.workers:
+            worker.ask(function, *arguments)
+        return [function(self.cache, *arguments), *(worker.answer() for worker in self.workers)]
+
     def differing(self, request: Request, tokens: Sequence[int], restored: int) -> dict[int, list[Slot]]:
         """By rank, what does not hold what was computed for these tokens."""
         slots = self.restored_slots(request, tokens, restored)
-        for worker in self.workers:
-            worker.ask(differing_slots, slots)
-        found = {0: differing(self.cache.l1, slots)}
-        found |= {worker.rank: worker.answer() for worker in self.workers}
-        return {rank: wrong for rank, wrong in found.items() if wrong}
+        return {rank: wrong for rank, wrong in enumerate(self.on_all(differing_slots, slots)) if wrong}
 
     def restored_slots(self, request: Request, tokens: Sequence[int], restored: int) -> list[Slot]:
         """What a restored prefix is made of."""
@@ -108,9 +117,7 @@ class Replica:
 
     def bytes_of(self, slots: Sequence[Slot]) -> int:
         """Bytes of slots on all ranks together."""
-        for worker in self.workers:
-            worker.ask(bytes_of_own_slots, slots)
-        return bytes_of_slots(self.cache.l1, slots) + sum(worker.answer() for worker in self.workers)
+        return sum(self.on_all(bytes_of_own_slots, slots))
 
     def settle(self) -> None:
         """Wait until everything has been written down."""
@@ -151,11 +158,11 @@ def compute_in_step(worker: RankWorker, step: int, slots: Sequence[Slot]) -> Non
         compute(worker.l1, slots)
 
 
-def differing_slots(worker: RankWorker, slots: Sequence[Slot]) -> list[Slot]:
-    """Runs in a worker."""
-    return differing(worker.l1, slots)
+def differing_slots(rank: HiCache | RankWorker, slots: Sequence[Slot]) -> list[Slot]:
+    """Runs on every rank."""
+    return differing(rank.l1, slots)
 
 
-def bytes_of_own_slots(worker: RankWorker, slots: Sequence[Slot]) -> int:
-    """Runs in a worker."""
-    return bytes_of_slots(worker.l1, slots)
+def bytes_of_own_slots(rank: HiCache | RankWorker, slots: Sequence[Slot]) -> int:
+    """Runs on every rank."""
+    return bytes_of_slots(rank.l1, slots)

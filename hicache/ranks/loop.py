@@ -8,6 +8,7 @@ import os
 import selectors
 import threading
 import time
+from collections import deque
 from collections.abc import Callable
 from typing import Protocol
 
@@ -30,7 +31,7 @@ class Watched(Protocol):
 class LinkLoop:
     """Calls ``on_tick`` at least every ``tick_s``, after everything that had come was read: so a peer is never thought
     silent because this process was. ``watch`` and ``forget`` belong to the loop's thread (or come before ``start``);
-    ``wake`` is for every thread.
+    ``wake`` and ``call`` are for every thread.
     """
 
     def __init__(self, name: str, *, tick_s: float, on_tick: Callable[[float], None]) -> None:
@@ -40,6 +41,7 @@ class LinkLoop:
         self._woken = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._watched: dict[Watched, int] = {}  # with the events that the selector waits for
+        self._work: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
         self._is_stopped = False
         self._thread = threading.Thread(target=self._run, name=name, daemon=True)
@@ -64,12 +66,17 @@ class LinkLoop:
             if not self._is_stopped:
                 os.eventfd_write(self._woken, 1)
 
+    def call(self, work: Callable[[], None]) -> None:
+        """Have the loop's thread do something soon; it is left undone when the loop is stopped before."""
+        self._work.append(work)
+        self.wake()
+
     def stop(self, *, timeout_s: float) -> bool:
         """End the thread, unless it is the calling one, which ends then. Returns whether it has ended. Idempotent."""
         with self._lock:
-            if not self._is_stopped:
+            was_stopped, self._is_stopped = self._is_stopped, True
+            if not was_stopped:
                 os.eventfd_write(self._woken, 1)
-            self._is_stopped = True
         if self._thread is threading.current_thread():
             return True
         if self._thread.ident is None:
@@ -83,6 +90,8 @@ class LinkLoop:
         while not self._is_stopped:
             try:
                 self._turn(max(0.0, tick_at_s - time.monotonic()))
+                while self._work:
+                    self._work.popleft()()
                 if time.monotonic() >= tick_at_s and not self._is_stopped:
                     self._turn(0.0)
                     now_s = time.monotonic()

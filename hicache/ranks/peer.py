@@ -35,7 +35,6 @@ class Peer(Generic[M]):
         self._decoder = decoder
         self._on_message = on_message
         self._on_end = on_end
-        self._broken: str | None = None  # found by a sender; the loop ends the link
         self._is_over = False
         link.reader.bytes_max = FRAME_BYTES_MAX
         link.on_backlog = loop.wake
@@ -58,9 +57,8 @@ class Peer(Generic[M]):
             self.give_up(str(error))
 
     def give_up(self, reason: str) -> None:
-        """Have the loop end the link. For any thread."""
-        self._broken = self._broken or reason
-        self._loop.wake()
+        """Have the loop end the link soon. For any thread."""
+        self._loop.call(lambda: self.end(reason))
 
     def on_writable(self) -> None:
         """See Watched."""
@@ -86,10 +84,8 @@ class Peer(Generic[M]):
             self.end(f"it says what is no message: {error}")
 
     def tick(self, now_s: float, *, silence_timeout_s: float) -> None:
-        """Send a pulse; end the link if a sender found it broken, or nothing was heard for too long. Loop only."""
-        if self._broken is not None:
-            self.end(self._broken)
-        elif now_s - self._link.heard_at_s > silence_timeout_s:
+        """Send a pulse; end the link when nothing was heard for too long. Loop only."""
+        if now_s - self._link.heard_at_s > silence_timeout_s:
             self.end(f"it has been silent for {now_s - self._link.heard_at_s:.1f} s")
         else:
             self.send(_PULSE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections import deque
@@ -9,6 +10,8 @@ from collections.abc import Callable
 
 from hicache.errors import RankLost, UsageError
 from hicache.jobs import Job
+
+_LOG = logging.getLogger(__name__)
 
 
 class StepOrder:
@@ -86,6 +89,8 @@ class StepOrder:
         try:
             if job is not None:
                 self._run(job)
+        except Exception:  # a defect: the job is answered all the same, or its rank lost when that is late
+            _LOG.exception("job %d failed", number)
         finally:
             with self._changed:
                 self._done, self._is_busy = number, False
