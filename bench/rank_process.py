@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from bench.daemon_process import BenchError
+from hicache.cache import HiCache
 from hicache.ranks.settings import Ranks
 from hicache.ranks.worker import RankWorker
 from hicache.spec import CacheSpec
@@ -21,7 +22,7 @@ ANSWER_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What a worker process opens its RankWorker with; ``settings`` are those of ``RankWorker.open``."""
+    """What a process opens its RankWorker with, or the HiCache of rank 0; ``settings`` are those of their ``open``."""
 
     spec: CacheSpec
     rank: int
@@ -30,10 +31,10 @@ class WorkerSettings:
 
 
 class RankProcess:
-    """One worker. Functions that it is asked to call must be importable; they get the RankWorker first."""
+    """One rank. Functions that it is asked to call must be importable; they get the RankWorker, or HiCache, first."""
 
     def __init__(self, settings: WorkerSettings) -> None:
-        """Start it; ``ready`` tells when it belongs to the replica."""
+        """Start it."""
         context = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload(["bench.rank_patterns", "bench.rank_process"])
         self._pipe, theirs = context.Pipe()
@@ -49,7 +50,7 @@ class RankProcess:
         return self._process.pid
 
     def ready(self) -> None:
-        """Wait until the leader has taken it. Raises BenchError with what the RankWorker raised."""
+        """Wait until it belongs to the replica. Raises BenchError with what the RankWorker raised."""
         self.answer()
 
     def ask(self, function: Callable[..., object], *arguments: object) -> None:
@@ -89,24 +90,30 @@ class RankProcess:
         self._process.close()
 
 
+def _opened(settings: WorkerSettings) -> RankWorker | HiCache:
+    if settings.rank == 0:
+        return HiCache.open(settings.spec, ranks=settings.leader, **settings.settings)
+    return RankWorker.open(settings.spec, rank=settings.rank, leader=settings.leader, **settings.settings)
+
+
 def _serve(settings: WorkerSettings, pipe: Connection) -> None:
     import torch
 
     torch.set_num_threads(1)
     try:
-        worker = RankWorker.open(settings.spec, rank=settings.rank, leader=settings.leader, **settings.settings)
+        rank = _opened(settings)
     except Exception as error:
         pipe.send((repr(error), None))
         return
     pipe.send((None, None))
-    with worker:
+    with rank:
         while True:
             try:
                 function, arguments = pipe.recv()
             except EOFError:
                 return
             try:
-                answer = None, function(worker, *arguments)
+                answer = None, function(rank, *arguments)
             except Exception as error:
                 answer = repr(error), None
             pipe.send(answer)

@@ -122,5 +122,6 @@ class LinkLoop:
         with self._lock:
             self._is_stopped = True
             self._watched.clear()
-            self._selector.close()
-            os.close(self._woken)
+            if self._selector.get_map() is not None:
+                self._selector.close()
+                os.close(self._woken)

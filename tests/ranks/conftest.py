@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from hicache.ranks.settings import Ranks
 from hicache.spec import CacheSpec, HeadSplit, PagedGroup, StateField, StateGroup
 
 if TYPE_CHECKING:
@@ -46,9 +47,11 @@ def make(tmp_path: Path) -> Iterator[MakeReplica]:
 
     replicas: list[Replica] = []
 
-    def replica(spec: CacheSpec, *, timeouts: dict[str, float] | None = None, **settings: object) -> Replica:
+    def replica(
+        spec: CacheSpec, *, ranks: Ranks | None = None, timeouts: dict[str, float] | None = None, **settings: object
+    ) -> Replica:
         sizes = {"l1_pages": 32, "l1_state_slots": 24, "l2_bytes": 2 << 20}
-        ranks = ranks_in(tmp_path, **({"start_timeout_s": 60.0} | (timeouts or {})))
+        ranks = ranks or ranks_in(tmp_path, **({"start_timeout_s": 60.0} | (timeouts or {})))
         replicas.append(Replica(spec, ranks, **(sizes | settings)))
         return replicas[-1]
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hicache.cache import HiCache
@@ -12,34 +13,37 @@ from hicache.l3 import Done, L3Item
 from hicache.node import Tier
 from hicache.outcome import Outcome
 from hicache.ranks.worker import RankWorker
+from tests.client.support import wait_until
 
 Rank = HiCache | RankWorker
 
-_GATES: dict[str, tuple[threading.Event, threading.Event]] = {}  # of this process: reached, open
 
-
-def hold(rank: Rank, name: str) -> None:
+def hold(rank: Rank, name: str, folder: Path) -> None:
     """Calls of ``l3.get``, ``copies.backup`` and the like wait until ``let_go``."""
     owner, method = _owner(rank, name)
     original: Callable[..., Any] = getattr(owner, method)
-    reached, opened = _GATES[name] = threading.Event(), threading.Event()
 
     def held(*arguments: Any, **options: Any) -> Any:
-        reached.set()
-        assert opened.wait(60)
+        (folder / f"{name}.reached").touch()
+        wait_for_file(folder / f"{name}.open")
         return original(*arguments, **options)
 
     setattr(owner, method, held)
 
 
-def is_reached(rank: Rank, name: str) -> bool:
-    """Wait until a call waits at the gate."""
-    return _GATES[name][0].wait(20)
+def wait_until_reached(name: str, folder: Path) -> None:
+    """Until a call waits at the gate."""
+    wait_for_file(folder / f"{name}.reached")
 
 
-def let_go(rank: Rank, name: str) -> None:
+def let_go(name: str, folder: Path) -> None:
     """Open the gate, for good."""
-    _GATES[name][1].set()
+    (folder / f"{name}.open").touch()
+
+
+def wait_for_file(path: Path) -> None:
+    """Until another process has made it."""
+    wait_until(path.exists, timeout_s=30, what=path.name)
 
 
 def fail_copies(rank: Rank, name: str, group: int) -> None:

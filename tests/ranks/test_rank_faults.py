@@ -10,7 +10,11 @@ from typing import get_args
 import pytest
 
 from bench.daemon_process import BenchError
+from bench.rank_patterns import Slot, compute, seed_of
+from bench.rank_process import RankProcess, WorkerSettings
+from bench.rank_replica import compute_in_step, ranks_in
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy
+from hicache.ranks.worker import RankWorker
 from tests.ranks import faults
 from tests.ranks.conftest import PAGE, MakeReplica, prompt, spec_of
 
@@ -31,12 +35,10 @@ def stored(make: MakeReplica, folder: Path, pages: int, *, seed: int = 0) -> str
 def test_a_rank_that_is_killed_in_the_middle_of_a_fetch_is_a_miss_for_all(make: MakeReplica, tmp_path: Path) -> None:
     replica = make(TP2, l3=stored(make, tmp_path, 5))
     [worker] = replica.workers
-    worker.ask(faults.hold, "l3.get")
-    worker.answer()
+    replica.on_one(1, faults.hold, "l3.get", tmp_path)
     request = replica.cache.match(prompt(5))
     replica.cache.prefetch(request)
-    worker.ask(faults.is_reached, "l3.get")
-    assert worker.answer()
+    faults.wait_until_reached("l3.get", tmp_path)
     worker.signal(signal.SIGKILL)
     assert replica.cache.wait(request)
     restored = replica.cache.load(request, timeout_s=20)
@@ -60,13 +62,11 @@ def test_a_load_ends_when_a_rank_dies_during_its_copies(make: MakeReplica, tmp_p
     request = replica.cache.match(prompt(4))
     replica.cache.prefetch(request)
     assert replica.cache.wait(request)
-    worker.ask(faults.hold, "copies.load")
-    worker.answer()
+    replica.on_one(1, faults.hold, "copies.load", tmp_path)
     found: list[int] = []
     loading = threading.Thread(target=lambda: found.append(replica.cache.load(request, timeout_s=20).tokens))
     loading.start()
-    worker.ask(faults.is_reached, "copies.load")
-    assert worker.answer()
+    faults.wait_until_reached("copies.load", tmp_path)
     worker.signal(signal.SIGKILL)
     loading.join(20)
     assert found == [0]
@@ -94,21 +94,19 @@ def test_a_rank_that_is_stopped_is_lost_and_what_it_says_later_is_not_heard(make
     faults.assert_nothing_leaked(replica.cache)
 
 
-def test_a_rank_that_does_not_do_a_copy_in_time_is_lost_though_it_is_alive(make: MakeReplica) -> None:
+def test_a_rank_that_does_not_do_a_copy_in_time_is_lost_though_it_is_alive(make: MakeReplica, tmp_path: Path) -> None:
     replica = make(TP2, timeouts={"copy_timeout_s": 1.5})
     [worker] = replica.workers
     replica.serve(prompt(3))
     replica.settle()
-    worker.ask(faults.hold, "copies.restore")
-    worker.answer()
+    replica.on_one(1, faults.hold, "copies.restore", tmp_path)
     request = replica.cache.match(prompt(3))
     assert request.hit.l1_tokens == 3 * PAGE
     restored = replica.cache.load(request, timeout_s=20)
     assert restored is not None
     assert restored.tokens == 0
     assert "copy job" in replica.cache.stats.ranks_lost[1]
-    worker.ask(faults.let_go, "copies.restore")
-    worker.answer()
+    faults.let_go("copies.restore", tmp_path)
     worker.ask(faults.why_over)
     assert worker.answer()
     replica.cache.release(request)
@@ -173,7 +171,7 @@ def test_br_003_pages_of_a_store_that_waits_on_one_rank_are_not_given_to_others(
 ) -> None:
     l3 = L3.format(tmp_path)
     replica = make(TP2, l3=l3, l1_pages=8)
-    replica.on_one(1, faults.hold, "copies.backup")
+    replica.on_one(1, faults.hold, "copies.backup", tmp_path)
     request, _ = replica.restore(prompt(4))
     replica.compute(request, prompt(4), 0)
     replica.cache.release(request)
@@ -182,7 +180,7 @@ def test_br_003_pages_of_a_store_that_waits_on_one_rank_are_not_given_to_others(
     assert not replica.cache.extend(other, tokens=8 * PAGE), "pages that a rank is still copying were given away"
     assert replica.cache.extend(other, tokens=4 * PAGE)
     replica.compute(other, prompt(4, seed=1)[:-1], 0)
-    replica.on_one(1, faults.let_go, "copies.backup")
+    faults.let_go("copies.backup", tmp_path)
     replica.cache.release(other)
     replica.settle()
     replica.close()
@@ -193,12 +191,12 @@ def test_br_003_pages_of_a_store_that_waits_on_one_rank_are_not_given_to_others(
 
 def test_a_late_answer_of_a_living_rank_is_waited_for(make: MakeReplica, tmp_path: Path) -> None:
     replica = make(TP2, l3=stored(make, tmp_path, 4))
-    replica.on_one(1, faults.hold, "l3.get")
+    replica.on_one(1, faults.hold, "l3.get", tmp_path)
     request = replica.cache.match(prompt(4))
     replica.cache.prefetch(request)
-    replica.on_one(1, faults.is_reached, "l3.get")
+    faults.wait_until_reached("l3.get", tmp_path)
     assert not replica.cache.is_ready(request)
-    replica.on_one(1, faults.let_go, "l3.get")
+    faults.let_go("l3.get", tmp_path)
     assert replica.cache.wait(request)
     restored = replica.cache.load(request, timeout_s=20)
     assert restored is not None
@@ -206,3 +204,80 @@ def test_a_late_answer_of_a_living_rank_is_waited_for(make: MakeReplica, tmp_pat
     assert not replica.differing(request, prompt(4), restored.tokens)
     replica.cache.release(request)
     faults.assert_nothing_leaked(replica.cache)
+
+
+def test_a_worker_whose_leader_dies_ends_its_waits_and_gives_its_memory_back(tmp_path: Path) -> None:
+    ranks = ranks_in(tmp_path, start_timeout_s=60.0)
+    sizes = {"l1_pages": 8, "l1_state_slots": 8, "l2_bytes": 1 << 20}
+    leader, worker = (RankProcess(WorkerSettings(TP2, rank, ranks, sizes)) for rank in (0, 1))
+    try:
+        leader.ready()
+        worker.ready()
+        worker.ask(faults.open_things)
+        assert any("hicache-l2" in name for name in worker.answer())
+        worker.ask(faults.try_step, 7)  # waits for jobs that will never come
+        leader.signal(signal.SIGKILL)
+        with pytest.raises(BenchError, match="RankLost"):
+            worker.answer()
+        worker.ask(faults.why_over)
+        assert "lost each other" in worker.answer()
+        worker.ask(faults.open_things)
+        left = worker.answer()
+        assert not [name for name in left if "hicache-l2" in name or "eventfd" in name]
+        worker.ask(faults.thread_names)
+        assert worker.answer() == []
+    finally:
+        leader.end()
+        worker.end()
+
+
+def test_nothing_is_left_of_a_replica_that_was_closed(make: MakeReplica, tmp_path: Path) -> None:
+    left = []
+    for _ in range(2):
+        replica = make(TP2, l3=L3.format(tmp_path))
+        replica.serve(prompt(2))
+        replica.settle()
+        replica.cache.close()
+        replica.workers[0].ask(faults.why_over)
+        assert "the leader was closed" in replica.workers[0].answer()
+        replica.workers[0].ask(faults.thread_names)
+        assert replica.workers[0].answer() == []
+        replica.close()
+        left.append((faults.open_things(replica.cache), faults.thread_names(replica.cache)))
+    assert left[0] == left[1]
+    assert not (tmp_path / "ranks.sock").exists()
+
+
+@pytest.mark.parametrize("in_order", [True, False], ids=["in a step", "control: without one"])
+def test_what_a_rank_computes_after_a_snapshot_was_asked_for_is_not_in_it(
+    in_order: bool, make: MakeReplica, tmp_path: Path
+) -> None:
+    replica = make(TP2)
+    [worker] = replica.workers
+    tokens = prompt(1)
+    request, _ = replica.restore(tokens)
+    assert replica.cache.extend(request, tokens=PAGE)
+    replica.compute(request, tokens, 0, snapshot=False)
+    replica.on_one(1, faults.hold, "copies.snapshot", tmp_path)
+    replica.cache.store(request, computed=PAGE, state_at=PAGE)
+    faults.wait_until_reached("copies.snapshot", tmp_path)
+    later = [Slot(2, request.state_slot(2), 77)]
+    if in_order:
+        worker.ask(compute_in_step, replica.cache.step(), later)
+        faults.let_go("copies.snapshot", tmp_path)
+        worker.answer()
+    else:
+        replica.on_one(1, compute_at_once, later)
+        faults.let_go("copies.snapshot", tmp_path)
+    replica.settle()
+    replica.cache.release(request)
+    again, restored = replica.restore([*tokens, 1])
+    assert restored.tokens == PAGE
+    wrong = replica.differing(again, tokens, PAGE)
+    assert wrong == ({} if in_order else {1: [Slot(2, again.state_slot(2), seed_of(tokens[:PAGE]))]})
+    replica.cache.release(again)
+
+
+def compute_at_once(worker: RankWorker, slots: list[Slot]) -> None:
+    """Runs in a worker that does not say when it computes."""
+    compute(worker.l1, slots)
