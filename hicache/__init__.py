@@ -10,10 +10,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hicache.cache import HiCache, Hit, Request, Restored, Stored
-    from hicache.errors import ConfigError, HiCacheError, StateNotCommitted, UsageError
+    from hicache.cache import HiCache
+    from hicache.errors import ConfigError, HiCacheError, RankLost, StateNotCommitted, UsageError
     from hicache.policies.prefetch import PrefetchPolicy
     from hicache.policies.snapshot import SnapshotPolicy
+    from hicache.ranks.settings import Ranks
+    from hicache.ranks.worker import RankWorker
+    from hicache.sequence import Hit, Request, Restored, Stored
     from hicache.spec import CacheSpec, PagedGroup, StateField, StateGroup
 
 __all__ = [
@@ -24,6 +27,9 @@ __all__ = [
     "Hit",
     "PagedGroup",
     "PrefetchPolicy",
+    "RankLost",
+    "RankWorker",
+    "Ranks",
     "Request",
     "Restored",
     "SnapshotPolicy",
@@ -35,8 +41,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    **dict.fromkeys(("HiCache", "Hit", "Request", "Restored", "Stored"), "hicache.cache"),
-    **dict.fromkeys(("ConfigError", "HiCacheError", "StateNotCommitted", "UsageError"), "hicache.errors"),
+    "HiCache": "hicache.cache",
+    **dict.fromkeys(("ConfigError", "HiCacheError", "RankLost", "StateNotCommitted", "UsageError"), "hicache.errors"),
+    "RankWorker": "hicache.ranks.worker",
+    "Ranks": "hicache.ranks.settings",
+    **dict.fromkeys(("Hit", "Request", "Restored", "Stored"), "hicache.sequence"),
     "PrefetchPolicy": "hicache.policies.prefetch",
     "SnapshotPolicy": "hicache.policies.snapshot",
     **dict.fromkeys(("CacheSpec", "PagedGroup", "StateField", "StateGroup"), "hicache.spec"),

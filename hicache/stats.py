@@ -34,6 +34,7 @@ class DirectoryStats:
     skipped: Counter[str] = field(default_factory=Counter)  # backups and snapshots not taken, by reason
     tokens_lost: Counter[str] = field(default_factory=Counter)  # evicted unwritten, by "<tier>.<group>"
     snapshots_thinned: int = 0  # boundaries whose snapshot went because its path had too many
+    ranks_lost: dict[int, str] = field(default_factory=dict)  # why, by rank
 
     def count(self, leg: str, groups: Iterable[int], outcomes: Iterable[Outcome]) -> None:
         """Objects that went, or did not go, over ``leg``: backup, store, fetch, load, restore, snapshot, lookup, ..."""

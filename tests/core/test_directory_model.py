@@ -8,7 +8,7 @@ from collections import Counter
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from hicache.jobs import Job
 from hicache.outcome import Outcome
@@ -171,6 +171,12 @@ class DirectoryMachine(RuleBasedStateMachine):
     def l3_forgets(self, choice: int) -> None:
         self.world.forget_in_l3(choice)
 
+    @precondition(lambda self: self.world.config.ranks > 1)
+    @rule(choice=st.integers(0, 15))
+    def a_rank_dies_at_times(self, choice: int) -> None:
+        if choice > 12:
+            self.world.lose_rank(choice)
+
     @invariant()
     def everything_holds(self) -> None:
         if hasattr(self, "world"):
@@ -191,6 +197,7 @@ class RandomWalk:
     def __init__(self, seed: int, *, policy: str = "write_through") -> None:
         self.random = random.Random(seed)
         self.is_faulty = self.random.random() < 0.6
+        self.deaths_per_step = 0.01 if self.random.random() < 0.3 else 0.0
         has_l2 = self.random.random() < 0.8
         self.world = World(
             self.random.choice(MODELS),
@@ -235,6 +242,8 @@ class RandomWalk:
         world = self.world
         choice = self.random.random()
         live = self.random.choice(world.live) if world.live else None
+        if self.random.random() < self.deaths_per_step:
+            world.lose_rank(self.random.randrange(1000))
         if choice < 0.35:
             world.run(self.random.randrange(1000), self.fault() if self.random.random() < 0.3 else no_fault)
         elif live is None or (choice < 0.45 and len(world.live) < 6):
@@ -296,7 +305,7 @@ def test_the_random_lives_reach_what_they_are_for() -> None:
     served: Counter[str] = Counter()
     lost: Counter[str] = Counter()
     objects: set[str] = set()
-    thinned = 0
+    thinned = lost_ranks = 0
     for seed in range(21):
         walk = RandomWalk(seed, policy=list(POLICIES)[seed % 3])
         for _ in range(300):
@@ -306,8 +315,10 @@ def test_the_random_lives_reach_what_they_are_for() -> None:
             lost += stats.tokens_lost
             objects |= set(stats.objects)
             thinned += stats.snapshots_thinned
+            lost_ranks += len(stats.ranks_lost)
     assert min(served[source] for source in ("l1", "l2", "l3", "computed")) > 5 * PAGE
     assert lost["l1.attn"] > 5 * PAGE
+    assert lost_ranks > 1
     legs = ("backup", "store", "fetch", "load", "restore", "snapshot", "reset", "clear")
     assert objects >= {f"{leg}.{outcome}" for leg in legs for outcome in ("ok", "io_error")}
     assert objects >= {"donate.ok", "hand_over.ok"}
