@@ -13,11 +13,12 @@ if TYPE_CHECKING:
     from hicache.cache import HiCache, Hit, Request, Restored
     from hicache.errors import ConfigError, HiCacheError, StateNotCommitted, UsageError
     from hicache.policies.prefetch import PrefetchPolicy
-    from hicache.spec import CacheSpec, PagedGroup, StateField, StateGroup
+    from hicache.spec import CacheSpec, HeadSplit, PagedGroup, StateField, StateGroup
 
 __all__ = [
     "CacheSpec",
     "ConfigError",
+    "HeadSplit",
     "HiCache",
     "HiCacheError",
     "Hit",
@@ -35,7 +36,7 @@ _MODULES = {
     **dict.fromkeys(("HiCache", "Hit", "Request", "Restored"), "hicache.cache"),
     **dict.fromkeys(("ConfigError", "HiCacheError", "StateNotCommitted", "UsageError"), "hicache.errors"),
     "PrefetchPolicy": "hicache.policies.prefetch",
-    **dict.fromkeys(("CacheSpec", "PagedGroup", "StateField", "StateGroup"), "hicache.spec"),
+    **dict.fromkeys(("CacheSpec", "HeadSplit", "PagedGroup", "StateField", "StateGroup"), "hicache.spec"),
 }
 
 
