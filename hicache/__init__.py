@@ -17,11 +17,12 @@ if TYPE_CHECKING:
     from hicache.ranks.settings import Ranks
     from hicache.ranks.worker import RankWorker
     from hicache.sequence import Hit, Request, Restored, Stored
-    from hicache.spec import CacheSpec, PagedGroup, StateField, StateGroup
+    from hicache.spec import CacheSpec, HeadSplit, PagedGroup, StateField, StateGroup
 
 __all__ = [
     "CacheSpec",
     "ConfigError",
+    "HeadSplit",
     "HiCache",
     "HiCacheError",
     "Hit",
@@ -48,7 +49,7 @@ _MODULES = {
     **dict.fromkeys(("Hit", "Request", "Restored", "Stored"), "hicache.sequence"),
     "PrefetchPolicy": "hicache.policies.prefetch",
     "SnapshotPolicy": "hicache.policies.snapshot",
-    **dict.fromkeys(("CacheSpec", "PagedGroup", "StateField", "StateGroup"), "hicache.spec"),
+    **dict.fromkeys(("CacheSpec", "HeadSplit", "PagedGroup", "StateField", "StateGroup"), "hicache.spec"),
 }
 
 

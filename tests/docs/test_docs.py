@@ -6,13 +6,14 @@ import inspect
 import re
 import subprocess
 import sys
+import textwrap
 from dataclasses import fields
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
-from hicache import HiCache, PrefetchPolicy
+from hicache import CacheSpec, HiCache, PrefetchPolicy
 from hicache.outcome import Outcome
 from hicache.stats import DirectoryStats
 from tests.client.hicached import HicachedProcess
@@ -73,6 +74,21 @@ def test_the_example_of_prefill_and_decode_engines_runs() -> None:
             finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
         finally:
             daemon.end()
+    assert finished.returncode == 0, finished.stderr
+
+
+def test_every_setting_of_ranks_is_documented_with_its_default_and_the_example_runs() -> None:
+    defaults = {field.name: field.default for field in fields(CacheSpec)}
+    assert rows("A model on several ranks") == ["tp_size", "tp_lcm", "pp_layers"]
+    assert {name for name in defaults if name.startswith(("tp_", "pp_"))} == set(rows("A model on several ranks"))
+    for name in rows("A model on several ranks"):
+        assert f"| `{name}` | `{defaults[name]}` |" in ENGINE
+    section = ENGINE.split("## A model on several ranks", 1)[1].split("\n## ", 1)[0]
+    example = textwrap.dedent("\n".join(line for line in section.splitlines() if line.startswith("    ")))
+    check = (
+        "assert (rank.groups[0].layers[0], rank.groups[0].heads) == (27, 1)\nassert not rank.shards[0][0].is_written"
+    )
+    finished = subprocess.run([sys.executable, "-c", f"{example}\n{check}"], capture_output=True, text=True, timeout=60)
     assert finished.returncode == 0, finished.stderr
 
 
