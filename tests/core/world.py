@@ -92,8 +92,8 @@ class World:
         self.directory = Directory(self.spec, self.config, write_policy=self.policy())
         self.lives.append(self.directory.stats)
         self.lost: Counter[str] = Counter()
-        self._retract = self.directory.index.retract
-        self.directory.index.retract = self.count_lost  # type: ignore[method-assign]
+        self._evict = self.directory.index._room._evict
+        self.directory.index._room._evict = self.count_lost  # type: ignore[method-assign]
         self.prefetcher, self.writer = self.directory._prefetcher, self.directory._writer  # their budgets are checked
         self.prefetcher._limits = replace(self.prefetcher._limits, job_items_max=self.job_items_max)
         self.writer._limits = replace(self.writer._limits, job_items_max=self.job_items_max)
@@ -104,7 +104,7 @@ class World:
         is_last = entry.node.entries[1 - entry.tier][entry.group] is None
         if is_last and self.is_unwritten(entry):
             self.lost[f"{entry.tier.name.lower()}.{self.spec.groups[entry.group].name}"] += PAGE
-        self._retract(entry)
+        self._evict(entry)
 
     def restart(self) -> None:
         """The engine dies and starts again: L3 keeps what has arrived, jobs under way have done nothing."""
