@@ -103,16 +103,22 @@ class Room:
         """Let the entry be evicted if nobody keeps it. Does nothing when it is waiting for that already."""
         if entry is None or entry.pins or (entry.node.held and self._is_nearest(entry)):
             return
-        queue, other = self._eviction[entry.tier][entry.group], self._unwritten[entry.tier][entry.group]
-        if self.spares_unwritten and self.is_unwritten(entry):
-            queue, other = other, queue
-        other.remove(entry)
+        self._wait(entry)
+
+    def _wait(self, entry: Entry) -> None:
+        queue = self._eviction[entry.tier][entry.group]
+        if self.spares_unwritten:
+            other = self._unwritten[entry.tier][entry.group]
+            if self.is_unwritten(entry):
+                queue, other = other, queue
+            other.remove(entry)
         queue.add(entry)
 
     def withdraw(self, entry: Entry) -> None:
         """The entry may not be evicted any more."""
         self._eviction[entry.tier][entry.group].remove(entry)
-        self._unwritten[entry.tier][entry.group].remove(entry)
+        if self.spares_unwritten:
+            self._unwritten[entry.tier][entry.group].remove(entry)
         self._parked[entry.tier][entry.group].pop(entry, None)
 
     def wake(self, node: Node) -> None:
@@ -133,9 +139,10 @@ class Room:
         return self._has_below[entry.tier] and not below >> entry.group & 1
 
     def resort(self, node: Node) -> None:
-        """What lower tiers have of ``node`` has changed: its entries may have to wait in other queues."""
-        if not self.spares_unwritten:
-            return
+        """What lower tiers have of ``node`` has changed: its entries may have to wait in other queues.
+
+        To be called where what is unwritten is spared.
+        """
         for entries in node.entries:
             for entry in entries:
                 if entry is not None and entry not in self._parked[entry.tier][entry.group]:
