@@ -54,7 +54,7 @@ class Index:
             eviction=eviction,
             tree=self,
         )
-        self.is_making_room = False  # the last ``acquire`` got nothing because it was patient
+        self.is_making_room = False  # whether the last patient ``acquire`` got nothing because of that
         self.write_ahead: WriteAhead | None = None  # asked for room where what is unwritten is spared
         self.pools = self._room.pools
         self.evicted = self._room.evicted
@@ -153,18 +153,21 @@ class Index:
         node.masks[entry.tier] &= ~bit
         node.resident = node.masks[Tier.L1] | node.masks[Tier.L2]
         self.pools[entry.tier][entry.group].release(entry.handle)
-        self._room.resort(node)
+        if self._room.spares_unwritten:
+            self._room.resort(node)
 
     def stored(self, node: Node, groups: int) -> None:
         """L3 has these groups of ``node``, as a mask."""
         node.in_l3 |= groups
         node.confirmed_at_s = self.now_s
-        self._room.resort(node)
+        if self._room.spares_unwritten:
+            self._room.resort(node)
 
     def gone_from_l3(self, node: Node, groups: int) -> None:
         """L3 does not have these groups of ``node``, as a mask."""
         node.in_l3 &= ~groups
-        self._room.resort(node)
+        if self._room.spares_unwritten:
+            self._room.resort(node)
 
     def pin(self, entry: Entry) -> Entry:
         """Keep the entry from eviction until as many ``unpin``."""
@@ -265,7 +268,6 @@ class Index:
         """
         if self.pools[tier][group].free_count < count:
             self.settle()
-        self.is_making_room = False
         if patient and self.write_ahead is not None:
             handles = self._room.acquire(tier, group, count, may_lose=False)
             self.is_making_room = handles is None and self.write_ahead.make_room(tier, group, count)

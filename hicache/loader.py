@@ -86,6 +86,7 @@ class Loader:
         if record.prefetch is not None and not record.prefetch.settled:
             record.cut_reason = "late"
         keys = record.keys[: record.prompt_pages]
+        self._index.is_making_room = False
         longest = self._stops(record, keys)[-1] if record.lost else self._index.match(keys)
         if not self._start(record, longest, patient=patient):
             if patient and self._index.is_making_room:

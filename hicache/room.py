@@ -61,6 +61,7 @@ class Room:
         self._lost_names = [[f"{tier.name.lower()}.{group.name}" for group in spec.groups] for tier in Tier]
         self._page_tokens = spec.page_tokens
         self.spares_unwritten = spares_unwritten
+        self._may_lose = True  # whether the ``acquire`` under way may evict what is unwritten
         self._has_below = (any(capacities[Tier.L2]), has_l3)
         self._full_mask = full_mask
         self._tree = tree
@@ -75,8 +76,9 @@ class Room:
         What has been written goes first; what has not goes only when it ``may_lose`` that.
         """
         pool = self.pools[tier][group]
+        self._may_lose = may_lose or not self.spares_unwritten
         while pool.free_count < count:
-            if not self._evict_one(tier, group, may_lose=may_lose):
+            if not self._evict_one(tier, group):
                 return None
         return pool.acquire(count)
 
@@ -101,16 +103,22 @@ class Room:
         """Let the entry be evicted if nobody keeps it. Does nothing when it is waiting for that already."""
         if entry is None or entry.pins or (entry.node.held and self._is_nearest(entry)):
             return
-        queue, other = self._eviction[entry.tier][entry.group], self._unwritten[entry.tier][entry.group]
-        if self.spares_unwritten and self.is_unwritten(entry):
-            queue, other = other, queue
-        other.remove(entry)
+        self._wait(entry)
+
+    def _wait(self, entry: Entry) -> None:
+        queue = self._eviction[entry.tier][entry.group]
+        if self.spares_unwritten:
+            other = self._unwritten[entry.tier][entry.group]
+            if self.is_unwritten(entry):
+                queue, other = other, queue
+            other.remove(entry)
         queue.add(entry)
 
     def withdraw(self, entry: Entry) -> None:
         """The entry may not be evicted any more."""
         self._eviction[entry.tier][entry.group].remove(entry)
-        self._unwritten[entry.tier][entry.group].remove(entry)
+        if self.spares_unwritten:
+            self._unwritten[entry.tier][entry.group].remove(entry)
         self._parked[entry.tier][entry.group].pop(entry, None)
 
     def wake(self, node: Node) -> None:
@@ -131,9 +139,10 @@ class Room:
         return self._has_below[entry.tier] and not below >> entry.group & 1
 
     def resort(self, node: Node) -> None:
-        """What lower tiers have of ``node`` has changed: its entries may have to wait in other queues."""
-        if not self.spares_unwritten:
-            return
+        """What lower tiers have of ``node`` has changed: its entries may have to wait in other queues.
+
+        To be called where what is unwritten is spared.
+        """
         for entries in node.entries:
             for entry in entries:
                 if entry is not None and entry not in self._parked[entry.tier][entry.group]:
@@ -158,14 +167,14 @@ class Room:
 
     # -- eviction ----------------------------------------------------------------------------------------------------
 
-    def _evict_one(self, tier: Tier, group: int, *, may_lose: bool) -> bool:
-        may_lose = may_lose or not self.spares_unwritten
-        queues = (self._eviction, self._unwritten) if may_lose else (self._eviction,)
-        return any(self._evict_oldest(queue[tier][group], may_lose=may_lose) for queue in queues) or (
-            self._evict_subtree(self._parked[tier][group], may_lose=may_lose)
+    def _evict_one(self, tier: Tier, group: int) -> bool:
+        return (
+            self._evict_oldest(self._eviction[tier][group])
+            or (self._may_lose and self._evict_oldest(self._unwritten[tier][group]))
+            or self._evict_subtree(self._parked[tier][group])
         )
 
-    def _evict_oldest(self, queue: EvictionPolicy[Entry], *, may_lose: bool) -> bool:
+    def _evict_oldest(self, queue: EvictionPolicy[Entry]) -> bool:
         """Evict the first one of a queue that can go without anything below its page; park those before it."""
         while (entry := queue.pop()) is not None:
             node = entry.node
@@ -173,24 +182,24 @@ class Room:
                 self._evict(entry)
                 self._tree.prune(node)
                 return True
-            if not node.children and self._may_drop(node, may_lose=may_lose):
+            if not node.children and not self._is_kept(node):
                 self._drop([node])
                 return True
             self._parked[entry.tier][entry.group][entry] = None
             node.has_parked = True
         return False
 
-    def _evict_subtree(self, parked: Iterable[Entry], *, may_lose: bool) -> bool:
+    def _evict_subtree(self, parked: Iterable[Entry]) -> bool:
         """Evict a page with all that is below it: only such pages are parked."""
-        known: dict[Node, bool] = {}
+        idle: dict[Node, bool] = {}
         for entry in parked:
-            if self._may_drop_subtree(entry.node, known, may_lose=may_lose):
+            if self._is_idle(entry.node, idle):
                 self._drop(self._subtree(entry.node))
                 return True
         return False
 
-    def _may_drop_subtree(self, top: Node, known: dict[Node, bool], *, may_lose: bool) -> bool:
-        """Whether ``top`` and all that is below it may be dropped. ``known`` keeps answers, so that many calls together
+    def _is_idle(self, top: Node, known: dict[Node, bool]) -> bool:
+        """Whether neither ``top`` nor anything below it is kept. ``known`` keeps answers, so that many calls together
         look at each node once."""
         stack = [top]
         while stack:
@@ -198,7 +207,7 @@ class Room:
             if unknown := [child for child in node.children if child not in known]:
                 stack += unknown
                 continue
-            known[node] = self._may_drop(node, may_lose=may_lose) and all(known[child] for child in node.children)
+            known[node] = not self._is_kept(node) and all(known[child] for child in node.children)
             stack.pop()
         return known[top]
 
@@ -221,11 +230,13 @@ class Room:
         other = entry.node.masks[1 - entry.tier]
         return bool(self._full_mask & bit) and not other & bit
 
-    def _may_drop(self, node: Node, *, may_lose: bool) -> bool:
+    def _is_kept(self, node: Node) -> bool:
+        """Whether something of it is in use, or spared."""
         if self._is_busy(node):
-            return False
-        entries = (entry for entries in node.entries for entry in entries if entry is not None)
-        return may_lose or not any(map(self.is_unwritten, entries))
+            return True
+        return not self._may_lose and any(
+            self.is_unwritten(entry) for entries in node.entries for entry in entries if entry is not None
+        )
 
     @staticmethod
     def _is_busy(node: Node) -> bool:

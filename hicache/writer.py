@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hicache.index import Index
@@ -56,10 +56,10 @@ class Writer:
         capacities = [pool.capacity for pool in index.pools[Tier.L2]]
         self._storing_max = [max(1, int(limits.store_share * capacity)) for capacity in capacities]
         self._storing = [0] * len(capacities)  # L2 slots on their way to L3, by group
-        self._copying = [0] * len(capacities)  # L1 slots on their way to L2, by group
+        self._is_write_back = policy.ahead_share > 0
+        self._copying = [0] * len(capacities)  # under write-back: L1 slots on their way to L2, by group
         self._bound: set[Node] = set()  # under write-back: pages that shall go to L3, and have not been sent there
         self._paused_until_s = [0.0, 0.0]  # the leg below each tier
-        self._is_write_back = policy.ahead_share > 0
         self._queue: OrderedDict[Node, None] = OrderedDict()  # pages that wait for their turn to L3, ancestors first
         self._queue_max = 2 * sum(capacities)  # at most half of it has something in L2
 
@@ -169,8 +169,8 @@ class Writer:
                 return None
             targets += handles
         node.copying |= wanted
-        for source in sources:
-            self._copying[source.group] += 1
+        if self._is_write_back:
+            self._count_copying(sources, 1)
         return _PageCopy(node, is_bound_for_l3, sources, tuple(targets))
 
     def _copy_down(self, copies: Sequence[_PageCopy]) -> None:
@@ -204,13 +204,18 @@ class Writer:
     def _land(self, copy: _PageCopy, *, complete: bool) -> bool:
         for source, target in zip(copy.sources, copy.targets, strict=True):
             copy.node.copying &= ~(1 << source.group)
-            self._copying[source.group] -= 1
             if complete and copy.node.entries[Tier.L2][source.group] is None:
                 self._index.publish(copy.node, Tier.L2, source.group, target)
             else:
                 self._index.release(Tier.L2, source.group, [target])
+        if self._is_write_back:
+            self._count_copying(copy.sources, -1)
         self._index.unpin_all(list(copy.sources))
         return complete
+
+    def _count_copying(self, sources: Sequence[Entry], change: int) -> None:
+        for source in sources:
+            self._copying[source.group] += change
 
     # -- L2 to L3 ----------------------------------------------------------------------------------------------------
 
@@ -238,17 +243,13 @@ class Writer:
                 self._stats.skipped["store.unreachable_in_l3"] += 1
                 continue
             entries += self._reserve(node, wanted)
-            self._bound.discard(node)
-            self._queue.update(dict.fromkeys(self._followers(node)))
+            followers = filter(self._unstored, node.children)
+            if self._is_write_back:
+                self._bound.discard(node)
+                followers = filter(self._bound.__contains__, followers)
+            self._queue.update(dict.fromkeys(followers))
         for batch in batches(entries, self._limits.job_items_max):
             self._send(batch)
-
-    def _followers(self, node: Node) -> Iterator[Node]:
-        """What waits below a page for that to be sent to L3."""
-        return (child for child in node.children if self._unstored(child) and self._is_wanted_in_l3(child))
-
-    def _is_wanted_in_l3(self, node: Node) -> bool:
-        return not self._is_write_back or node in self._bound
 
     @staticmethod
     def _unstored(node: Node) -> int:

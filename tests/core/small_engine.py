@@ -8,6 +8,7 @@ from hashlib import blake2b
 import torch
 
 from hicache.cache import HiCache
+from hicache.connect import open_l3
 from hicache.l3 import L3
 from hicache.policies.prefetch import PrefetchPolicy
 from hicache.pools import L1Pool, L2Pool
@@ -16,6 +17,7 @@ from hicache.spec import CacheSpec, Group, PagedGroup, StateField, StateGroup
 from tests.core.memory_l3 import MemoryL3, Objects
 
 PAGE = 4
+STORE_BYTES = 64 * 1024 * 1024
 ATTENTION = PagedGroup("attn", (0, 2), heads=2, head_dim=3, dtype="float32")
 WINDOW = PagedGroup("swa", (1,), heads=1, head_dim=5, dtype="float32", window_tokens=6)
 STATE = StateGroup(
@@ -42,7 +44,7 @@ def pattern(tokens: Sequence[int], name: str, shape: Sequence[int]) -> torch.Ten
 
 
 class SmallEngine:
-    """One engine process. ``objects`` is what its L3 shares with other engines; None for no L3."""
+    """One engine process. ``objects`` is what its L3 shares with other engines, or ``address`` names its L3."""
 
     def __init__(
         self,
@@ -51,6 +53,7 @@ class SmallEngine:
         l1: int = 32,
         l2: int = 32,
         objects: Objects | None = None,
+        address: str | None = None,
         prefetch: PrefetchPolicy | None = None,
         revision: str = "r",
         **settings: object,
@@ -59,6 +62,8 @@ class SmallEngine:
         pool = L2Pool(self.spec, [l2] * len(groups)) if l2 else None
         self.l3: MemoryL3 | None = None if objects is None or pool is None else MemoryL3(pool, objects)
         l3: L3 | None = self.l3
+        if address is not None and pool is not None:
+            l3 = open_l3(address, spec=self.spec, memory=pool, capacity_bytes=STORE_BYTES)
         self.cache = HiCache(
             self.spec,
             l1=L1Pool(self.spec, pages=l1, state_slots=l1),

@@ -103,9 +103,8 @@ class World:
         )
         self.lives.append(self.directory.stats)
         self.lost: Counter[str] = Counter()
-        room = self.directory.index._room
-        self._evict = room._evict
-        room._evict = self.count_lost  # type: ignore[method-assign]
+        self._evict = self.directory.index._room._evict
+        self.directory.index._room._evict = self.count_lost  # type: ignore[method-assign]
         self.prefetcher, self.writer = self.directory._prefetcher, self.directory._writer  # their budgets are checked
         self.prefetcher._limits = replace(self.prefetcher._limits, job_items_max=self.job_items_max)
         self.writer._limits = replace(self.writer._limits, job_items_max=self.job_items_max)
