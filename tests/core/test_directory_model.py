@@ -92,8 +92,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.world.serve(tokens, snapshot=snapshot, fault=faults_of(faults & faults >> 1))
 
     @rule(live=requests)
-    def write_again(self, live: Live) -> None:
-        self.world.write_again(live)
+    def hand_over(self, live: Live) -> None:
+        self.world.hand_over(live)
 
     @rule(live=consumes(requests))
     def release(self, live: Live) -> None:
@@ -182,7 +182,7 @@ class RandomWalk:
         elif choice < 0.80:
             world.compute(live, pages=self.random.randrange(4), snapshot=self.random.random() < 0.6, fault=self.fault())
         elif choice < 0.82:
-            world.write_again(live)
+            world.hand_over(live)
         elif choice < 0.90:
             world.release(live)
         elif choice < 0.92 and live.record.is_loaded:

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hicache.directory import Directory, DirectoryConfig
+from hicache.handover import Handover
 from hicache.jobs import CopyKind
 from hicache.keys import BlockKeys
 from hicache.node import Entry, Keep, Tier
@@ -41,6 +42,7 @@ class Live:
     tokens: list[int]
     computed: int = 0
     found: Keep | None = None  # what keeps what match has found, until the first load chooses
+    handover: Handover | None = None  # the last one
 
 
 class World:
@@ -136,10 +138,12 @@ class World:
         self.executor.run_kind(CopyKind.SNAPSHOT, fault)  # in the order of compute itself, which goes on at once
         return True
 
-    def write_again(self, live: Live) -> None:
-        """What an engine does that is about to hand the sequence over."""
+    def hand_over(self, live: Live) -> None:
+        """Begin to, or go on."""
         if live.record.is_loaded:
-            self.directory.write_again(live.record)
+            if live.handover is None or not live.handover.is_under_way:
+                live.handover = self.directory.hand_over(live.record)
+            live.handover.write()
             self.executor.collect()
 
     def release(self, live: Live) -> None:
@@ -232,8 +236,8 @@ class World:
         self.check_what_is_kept()
         self.check_accounts()
         for live in self.live:
-            if live.record.is_loaded:
-                self.check_handover(live.record)
+            if live.handover is not None:
+                self.check_handover(live.handover)
         if not self.directory.open_jobs:
             self.check_nothing_leaked()
             self.check_l3_has_no_holes()
@@ -314,18 +318,17 @@ class World:
         for rank in self.executor.ranks:
             assert rank.l1[group][slot_of(handle)] == expected
 
-    def check_handover(self, record: RequestRecord) -> None:
+    def check_handover(self, handover: Handover) -> None:
         """What is said to be in L3 is there, but for what L3 lost later, and all that another engine needs of it."""
-        handover = self.directory.handover(record)
-        keys = record.keys[: record.published_pages]
-        assert handover.pages_here == self.brute_force_usable(keys)
-        for page, group in self.directory.index.rule.needed(handover.pages_in_l3):
+        keys, result = handover._keys, handover.result
+        assert result.pages_here == self.brute_force_usable(keys)
+        for page, group in self.directory.index.rule.needed(result.pages_in_l3):
             part = keys[page], group
             assert part in self.lost_in_l3 or all(
                 (*part, rank) in self.executor.l3 for rank in range(len(self.executor.ranks))
             )
         if not self.directory.open_jobs:
-            assert not self.directory.is_being_written(record)
+            assert not handover.is_under_way
 
     def check_nodes(self) -> None:
         index = self.directory.index
