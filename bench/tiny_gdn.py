@@ -144,9 +144,8 @@ class GatedDelta:
         for age in range(1, config.conv_tokens):
             summed.addcmul_(past[age : age + block], self._conv[age])
         active = torch.nn.functional.silu(summed)
-        sizes = (heads * key_dim, heads * key_dim, self._values)
-        query, key, value = (part.reshape(block, heads, -1) for part in active.split(sizes, dim=1))
-        return query, key, value
+        pair = active[:, : 2 * heads * key_dim].reshape(block, 2, heads, key_dim)
+        return pair[:, 0], pair[:, 1], active[:, 2 * heads * key_dim :].reshape(block, heads, -1)
 
     def _recur(self, tokens: _Tokens, past: torch.Tensor, rows: BlockRows, state: LayerState) -> torch.Tensor:
         """The rule, token by token. Returns [block, heads, d_v], zeros in rows that are not computed."""

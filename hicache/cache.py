@@ -322,20 +322,20 @@ class HiCache:
     def wait_stored(self, request: Request, *, timeout_s: float) -> Stored:
         """Wait until L3 has acknowledged what was stored of a loaded request, for another engine to go on from.
 
-        Writes down again what has not been, for want of room or by a fault, as long as that brings anything. Waits up
-        to ``timeout_s``, and no longer than something of the request is on its way.
+        Asks L3 what it still has of that, and writes down again what it has not, for whatever reason, as long as that
+        brings anything. Waits up to ``timeout_s``, and no longer than something of the request is on its way.
         """
         deadline_s = self._clock() + timeout_s
         with self._changed:
             self._check_open()
-            record = self._record_of(request)
-            handover, before = self._directory.handover(record), None
-            while handover != before and not handover.is_complete:
-                self._directory.write_again(record)
+            handover = self._directory.hand_over(self._record_of(request))
+            result, before, is_over = handover.result, None, False
+            while result != before:
+                handover.write()
                 self._pump()
-                self._wait_while(lambda: self._directory.is_being_written(record), deadline_s=deadline_s)
-                handover, before = self._directory.handover(record), handover
-            return Stored(handover.pages_in_l3 * self.spec.page_tokens, handover.is_complete)
+                is_over = self._wait_while(lambda: handover.is_under_way, deadline_s=deadline_s)
+                result, before = handover.result, result
+            return Stored(result.pages_in_l3 * self.spec.page_tokens, is_over and result.is_complete)
 
     def step(self) -> int:
         """Number the engine's next step, for ``RankWorker.step`` of every other rank: send it along with the step.

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hicache.errors import ConfigError, StateNotCommitted, UsageError
+from hicache.handover import Handover
 from hicache.index import Index
 from hicache.jobbook import JobBook
 from hicache.jobs import Completion, Job
 from hicache.loader import Load, Loader
-from hicache.node import Keep, Node, Tier
+from hicache.node import Keep, Tier
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy, WriteThrough
 from hicache.prefetch import Prefetcher, PrefetchLimits
@@ -44,20 +45,6 @@ class DirectoryConfig:
         for name in ("prefetch_l2_share", "store_l2_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(name, getattr(self, name), "a share above 0 and at most 1")
-
-
-@dataclass(frozen=True, slots=True)
-class Handover:
-    """What another engine finds in L3 of a request, and what it could find."""
-
-    pages_in_l3: int  # the longest usable prefix that L3 has acknowledged
-    pages_here: int  # the longest usable prefix in this engine
-    objects_in_l3: int
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether nothing is missing there that would make the prefix longer."""
-        return self.pages_in_l3 >= self.pages_here
 
 
 class Directory:
@@ -284,26 +271,10 @@ class Directory:
         self._write(record)
         self._keep_up()
 
-    def write_again(self, record: RequestRecord) -> None:
-        """Send down what of the request's published pages is here and not below, whatever the write policy says."""
-        self._writer.send_down(self._published_nodes(record))
-
-    def is_being_written(self, record: RequestRecord) -> bool:
-        """Whether something of the request's published pages is on its way down."""
-        return any(map(self._writer.is_under_way, self._published_nodes(record)))
-
-    def handover(self, record: RequestRecord) -> Handover:
-        """How much of the request's published pages L3 has acknowledged. Raises UsageError unless it is loaded."""
+    def hand_over(self, record: RequestRecord) -> Handover:
+        """Bring what the request has published to L3. Raises UsageError unless it is loaded."""
         self._check_loaded(record)
-        keys = record.keys[: record.published_pages]
-        nodes = map(self.index.nodes.get, keys)
-        masks = [0 if node is None else node.in_l3 for node in nodes]
-        objects = sum(mask.bit_count() for mask in masks)
-        return Handover(self.index.rule.usable(masks), self.index.match(keys), objects)
-
-    def _published_nodes(self, record: RequestRecord) -> Iterator[Node]:
-        nodes = map(self.index.nodes.get, record.keys[: record.published_pages])
-        return (node for node in nodes if node is not None)
+        return Handover(self.index, self._writer, record.keys[: record.published_pages])
 
     def release(self, record: RequestRecord) -> None:
         """The request needs nothing any more. What it published stays; what is being copied stays until it is done."""

@@ -38,7 +38,7 @@ class Restored:
 class Stored:
     """What another engine can load of a request: ``tokens`` of its usable prefix, acknowledged by L3.
 
-    ``is_complete``: as much as this engine itself could restore.
+    ``is_complete``: as much as this engine itself could restore, and nothing was under way at the deadline.
     """
 
     tokens: int

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from hicache.index import Index
@@ -303,20 +303,27 @@ class Writer:
         """Whether something of ``node`` is being copied, being stored, or waits for its turn to be."""
         return bool(node.copying or node.storing or node in self._queue)
 
-    def confirm(self, path_backwards: Iterable[Node]) -> None:
+    def confirm(
+        self,
+        path_backwards: Iterable[Node],
+        *,
+        interval_s: float | None = None,
+        on_answer: Callable[[], None] = lambda: None,
+    ) -> bool:
         """Ask L3 whether it still has what it once acknowledged of a path that is used again, and store what is gone.
 
         Without this L3 would evict what is always found in L1, since it never hears of it, and keep pages below that
-        nobody can reach. Asking counts as use there; it is done once per node and interval.
+        nobody can reach. Asking counts as use there; it is done once per node and ``interval_s``, by default that of
+        the limits. Returns whether L3 is asked; then ``on_answer`` is called when it has answered, or could not.
         """
         if not self._limits.has_l3:
-            return
+            return False
         now_s = self._index.now_s
-        latest_s = now_s - self._limits.confirm_interval_s
+        latest_s = now_s - (self._limits.confirm_interval_s if interval_s is None else interval_s)
         path = list(path_backwards)
         due = [node for node in path if node.in_l3 and node.confirmed_at_s <= latest_s]
         if not due:
-            return
+            return False
         path.reverse()
         due.reverse()
         parts = [(node, group) for node in due for group in range(len(self._storing)) if node.in_l3 >> group & 1]
@@ -325,10 +332,17 @@ class Writer:
         items = tuple(LookupItem(group, node.key) for node, group in parts)
         self._jobs.emit(
             lambda job_id: LookupJob(job_id, items),
-            lambda outcomes: self._confirmed(path, parts, outcomes),
+            lambda outcomes: self._confirmed(path, parts, outcomes, on_answer),
         )
+        return True
 
-    def _confirmed(self, path: Sequence[Node], parts: Sequence[tuple[Node, int]], outcomes: Outcomes) -> None:
+    def _confirmed(
+        self,
+        path: Sequence[Node],
+        parts: Sequence[tuple[Node, int]],
+        outcomes: Outcomes,
+        on_answer: Callable[[], None],
+    ) -> None:
         self._stats.count("confirm", (group for _, group in parts), outcomes)
         gone = [part for part, outcome in zip(parts, outcomes, strict=True) if outcome is Outcome.ABSENT]
         for node, group in gone:
@@ -337,3 +351,4 @@ class Writer:
             last = max(node.page for node, _ in parts)
             here = (node for node in path if node.page <= last and self._index.nodes.get(node.key) is node)
             self.send_down(here)
+        on_answer()

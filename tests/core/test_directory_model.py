@@ -147,8 +147,8 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.world.serve(tokens, snapshot=snapshot, fault=faults_of(faults & faults >> 1))
 
     @rule(live=requests)
-    def write_again(self, live: Live) -> None:
-        self.world.write_again(live)
+    def hand_over(self, live: Live) -> None:
+        self.world.hand_over(live)
 
     @rule(live=consumes(requests))
     def release(self, live: Live) -> None:
@@ -265,7 +265,7 @@ class RandomWalk:
         elif choice < 0.80:
             world.compute_to_stop(live, pages=self.random.randrange(1, 5), fault=self.fault())
         elif choice < 0.82:
-            world.write_again(live)
+            world.hand_over(live)
         elif choice < 0.90:
             world.release(live)
         elif choice < 0.92 and live.record.is_loaded:

@@ -142,3 +142,28 @@ def test_a_page_that_found_no_room_below_is_written_by_the_wait(make: Make) -> N
     engine.settle()
     assert engine.cache.wait_stored(request, timeout_s=DEADLINE_S) == Stored(3 * PAGE, is_complete=True)
     engine.cache.release(request)
+
+
+def test_what_l3_has_lost_since_is_stored_again_before_it_is_said_to_be_there(make: Make) -> None:
+    engine = make(objects={})
+    assert engine.l3 is not None
+    engine.serve(prompt(4))
+    engine.settle()
+    engine.l3.objects.clear()
+    request = begin(engine, prompt(4))
+    assert engine.cache.wait_stored(request, timeout_s=DEADLINE_S) == Stored(4 * PAGE, is_complete=True)
+    engine.cache.release(request)
+    assert make(objects=engine.l3.objects).serve(prompt(4)).by_source == by_source(l3=4 * PAGE)
+
+
+def test_an_l3_that_cannot_say_what_it_has_is_believed_what_it_has_acknowledged(make: Make) -> None:
+    engine = make(objects={})
+    assert engine.l3 is not None
+    request = begin(engine, prompt(2))
+    assert engine.cache.wait_stored(request, timeout_s=DEADLINE_S).is_complete
+    engine.l3.fault = lambda operation, key: Outcome.UNAVAILABLE
+    assert engine.cache.wait_stored(request, timeout_s=DEADLINE_S) == Stored(2 * PAGE, is_complete=True)
+    engine.l3.gates["lookup"].clear()
+    assert engine.cache.wait_stored(request, timeout_s=0.01) == Stored(2 * PAGE, is_complete=False), "it may answer yet"
+    engine.l3.gates["lookup"].set()
+    engine.cache.release(request)

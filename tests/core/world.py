@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hicache.directory import Directory, DirectoryConfig
+from hicache.handover import Handover
 from hicache.jobs import CopyKind, StoreJob
 from hicache.keys import BlockKeys
 from hicache.node import Entry, Keep, Tier
@@ -51,6 +52,7 @@ class Live:
     computed: int = 0
     moved_to: int = 0  # tokens that the state in the live slots has seen; the loaded ones before any were computed
     found: Keep | None = None  # what keeps what match has found, until the first load chooses
+    handover: Handover | None = None  # the last one
 
     def state_at(self, page_tokens: int) -> int:
         """Tokens that the state has seen."""
@@ -220,10 +222,12 @@ class World:
             self.check_cap(record, target // PAGE)
         return True
 
-    def write_again(self, live: Live) -> None:
-        """What an engine does that is about to hand the sequence over."""
+    def hand_over(self, live: Live) -> None:
+        """Begin to, or go on."""
         if live.record.is_loaded:
-            self.directory.write_again(live.record)
+            if live.handover is None or not live.handover.is_under_way:
+                live.handover = self.directory.hand_over(live.record)
+            live.handover.write()
             self.executor.collect()
 
     def snapshots_taken(self) -> int:
@@ -347,8 +351,8 @@ class World:
         self.check_what_is_kept()
         self.check_accounts()
         for live in self.live:
-            if live.record.is_loaded:
-                self.check_handover(live.record)
+            if live.handover is not None:
+                self.check_handover(live.handover)
         if not self.directory.open_jobs:
             self.check_nothing_leaked()
             self.check_l3_has_no_holes()
@@ -475,18 +479,17 @@ class World:
         for rank in self.executor.left:
             assert self.executor.ranks[rank].l1[group][slot_of(handle)] == expected
 
-    def check_handover(self, record: RequestRecord) -> None:
+    def check_handover(self, handover: Handover) -> None:
         """What is said to be in L3 is there, but for what L3 lost later, and all that another engine needs of it."""
-        handover = self.directory.handover(record)
-        keys = record.keys[: record.published_pages]
-        assert handover.pages_here == self.brute_force_usable(keys)
-        for page, group in self.directory.index.rule.needed(handover.pages_in_l3):
+        keys, result = handover._keys, handover.result
+        assert result.pages_here == self.brute_force_usable(keys)
+        for page, group in self.directory.index.rule.needed(result.pages_in_l3):
             part = keys[page], group
             assert part in self.lost_in_l3 or all(
                 (*part, rank) in self.executor.l3 for rank in range(len(self.executor.ranks))
             )
         if not self.directory.open_jobs:
-            assert not self.directory.is_being_written(record)
+            assert not handover.is_under_way
 
     def check_nodes(self) -> None:
         index = self.directory.index
