@@ -10,10 +10,11 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hicache.cache import HiCache, Hit, Request, Restored
+    from hicache.cache import HiCache
     from hicache.errors import ConfigError, HiCacheError, StateNotCommitted, UsageError
     from hicache.policies.prefetch import PrefetchPolicy
     from hicache.policies.snapshot import SnapshotPolicy
+    from hicache.sequence import Hit, Request, Restored
     from hicache.spec import CacheSpec, PagedGroup, StateField, StateGroup
 
 __all__ = [
@@ -34,10 +35,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    **dict.fromkeys(("HiCache", "Hit", "Request", "Restored"), "hicache.cache"),
+    "HiCache": "hicache.cache",
     **dict.fromkeys(("ConfigError", "HiCacheError", "StateNotCommitted", "UsageError"), "hicache.errors"),
     "PrefetchPolicy": "hicache.policies.prefetch",
     "SnapshotPolicy": "hicache.policies.snapshot",
+    **dict.fromkeys(("Hit", "Request", "Restored"), "hicache.sequence"),
     **dict.fromkeys(("CacheSpec", "PagedGroup", "StateField", "StateGroup"), "hicache.spec"),
 }
 
