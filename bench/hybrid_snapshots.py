@@ -18,11 +18,10 @@ from hicache.cache import HiCache
 from hicache.node import Tier
 from hicache.policies.prefetch import PrefetchPolicy
 from hicache.policies.snapshot import SnapshotPolicy
+from hicache.sizing import slot_stride
+from hicache.spec import CacheSpec, StateGroup
 
 CHUNK_TOKENS = 128
-L1_PAGES = 640
-L1_STATE_SLOTS = 640
-L2_BYTES = 32 << 20
 L3_BYTES = 256 << 20
 
 COPIED, DONATED, DOUBLE = "copied", "donated", "double buffering"
@@ -114,14 +113,22 @@ class _Run:
 
 
 def measure(*, quick: bool) -> list[DensityRow]:
-    """Every policy over the same requests, in turns: each request is served under all of them before the next one."""
+    """The rows of all policies."""
     torch.set_num_threads(1)
+    return measure_density(sessions=4, shared_tokens=448) if quick else measure_density(sessions=13, shared_tokens=928)
+
+
+def measure_density(*, sessions: int, shared_tokens: int) -> list[DensityRow]:
+    """Every policy over the same requests, in turns: each request is served under all of them before the next one."""
     model = TinyHybrid(TinyConfig(), seed=5)
-    requests = list(workload(model, sessions=4 if quick else 13, shared_tokens=448 if quick else 928))
+    requests = list(workload(model, sessions=sessions, shared_tokens=shared_tokens))
+    pages = sum(
+        -(-len(request.prompt) // model.config.page_tokens) + 2 for request in requests
+    )  # all of them, unshared
     with contextlib.ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hicache-bench-")))
         runs = [
-            _Run(name, states, stack.enter_context(_engine(model, policy, states, folder / f"{name} {states}")))
+            _Run(name, states, stack.enter_context(_engine(model, policy, states, pages, folder / f"{name} {states}")))
             for name, policy, ways in POLICIES
             for states in ways
         ]
@@ -155,13 +162,17 @@ def workload(model: TinyHybrid, *, sessions: int, shared_tokens: int, seed: int 
 
 
 @contextlib.contextmanager
-def _engine(model: TinyHybrid, policy: SnapshotPolicy, states: str, folder: Path) -> Iterator[TinyEngine]:
+def _engine(model: TinyHybrid, policy: SnapshotPolicy, states: str, pages: int, folder: Path) -> Iterator[TinyEngine]:
+    """With room for ``pages`` pages and as many states in each tier."""
+    spec = model.spec()
+    strides = [slot_stride(size) for size in spec.object_bytes]
+    state_stride = sum(strides[group] for group in state_groups(spec))
     with HiCache.open(
-        model.spec(),
-        l1_pages=L1_PAGES,
-        l1_state_slots=L1_STATE_SLOTS,
-        l2_bytes=L2_BYTES,
-        l2_state_share=0.6,
+        spec,
+        l1_pages=pages,
+        l1_state_slots=pages,
+        l2_bytes=pages * sum(strides),
+        l2_state_share=state_stride / sum(strides),
         l3=f"file://{folder}",
         l3_capacity_bytes=L3_BYTES,
         prefetch=PrefetchPolicy(threshold_tokens=1 << 30),  # L1 has everything
@@ -174,9 +185,14 @@ def _engine(model: TinyHybrid, policy: SnapshotPolicy, states: str, folder: Path
 def state_bytes(cache: HiCache) -> dict[str, int]:
     """Payload bytes of the states that each tier holds, as far as the cache knows."""
     held = {"l1": 0, "l2": 0, "l3": 0}
-    groups = [group for group in range(len(cache.spec.groups)) if cache.spec.reach_pages[group] == 1]
+    groups = state_groups(cache.spec)
     for node in cache._directory.index.nodes.values():
         masks = {"l1": node.masks[Tier.L1], "l2": node.masks[Tier.L2], "l3": node.in_l3}
         for tier, mask in masks.items():
             held[tier] += sum(cache.spec.object_bytes[group] for group in groups if mask >> group & 1)
     return held
+
+
+def state_groups(spec: CacheSpec) -> list[int]:
+    """The indices of groups that keep states."""
+    return [number for number, group in enumerate(spec.groups) if isinstance(group, StateGroup)]

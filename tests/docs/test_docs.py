@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from hicache import CacheSpec, HiCache, PrefetchPolicy
+from hicache import CacheSpec, HiCache, PrefetchPolicy, SnapshotPolicy
 from hicache.outcome import Outcome
 from hicache.stats import DirectoryStats
 from tests.client.hicached import HicachedProcess
@@ -40,6 +40,12 @@ def test_every_setting_of_the_prefetch_is_documented_with_its_default() -> None:
         assert f"| `{field.name}` | `{field.default}` |" in ENGINE, field.name
 
 
+def test_every_setting_of_the_snapshot_policy_is_documented_with_its_default() -> None:
+    assert sorted(rows("Snapshots")) == sorted(field.name for field in fields(SnapshotPolicy))
+    for field in fields(SnapshotPolicy):
+        assert f"| `{field.name}` | `{field.default}` |" in ENGINE, field.name
+
+
 def test_every_counter_is_documented() -> None:
     assert sorted(rows("What is counted")) == sorted(field.name for field in fields(DirectoryStats))
 
@@ -49,7 +55,19 @@ def test_every_outcome_is_documented() -> None:
 
 
 def test_every_call_of_a_request_is_documented() -> None:
-    calls = ["match", "prefetch", "wait", "load", "extend", "append", "store", "wait_stored", "release"]
+    calls = [
+        "match",
+        "prefetch",
+        "wait",
+        "load",
+        "extend",
+        "next_state_stop",
+        "append",
+        "state_moved",
+        "store",
+        "wait_stored",
+        "release",
+    ]
     assert rows("A request") == calls
     assert all(callable(getattr(HiCache, call)) for call in calls)
 

@@ -13,9 +13,10 @@ import pytest
 from bench.tiny_engine import Busy, Generated, ScriptedDrafts, TinyEngine
 from bench.tiny_hybrid import SequenceView
 from bench.tiny_reference import reference_generate
-from hicache.cache import HiCache, Request
+from hicache.cache import HiCache
 from hicache.node import Tier
 from hicache.policies.snapshot import SnapshotPolicy
+from hicache.sequence import Request
 from tests.model.sequences import SMALL, model_of, prompt_of
 
 PAGE = SMALL.page_tokens
