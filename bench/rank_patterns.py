@@ -59,11 +59,11 @@ def rank_part_of_state(
     axis = field.split.axis
     sections = field.split.sections or ((field.shape[axis], 1),)
     parts = []
-    for section, (heads, elements) in zip(
-        own.split([heads * elements for heads, elements in sections], dim=axis + 1), sections, strict=True
-    ):
+    start = 0
+    for heads, elements in sections:
         share, first = max(1, heads // spec.tp_size), tp_rank * heads // spec.tp_size
-        parts.append(section.narrow(axis + 1, first * elements, share * elements))
+        parts.append(own.narrow(axis + 1, start + first * elements, share * elements))
+        start += heads * elements
     return torch.cat(parts, dim=axis + 1)
 
 
