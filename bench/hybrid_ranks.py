@@ -1,7 +1,7 @@
 """Ranks of a replica in real processes: what they store and restore together, how fast, and whether it is equal.
 
-A replica stores prompts through a hicached on LMDB and ends; another one, of the same or another number of ranks, restores
-them. Rows say what was moved by all ranks together, beside a memcpy by as many processes at a time in the same run.
+A replica stores prompts through a hicached on LMDB and ends; another one, of the same or another number of ranks,
+restores them. Rows say what was moved by all ranks together, beside a memcpy by as many processes in the same run.
 """
 
 from __future__ import annotations
@@ -21,10 +21,11 @@ from hicache.cache import HiCache
 from hicache.keys import object_key
 from hicache.outcome import Outcome
 from hicache.ranks.worker import RankWorker
+from hicache.sizing import l2_strides
 from hicache.spec import CacheSpec, HeadSplit, PagedGroup, StateField, StateGroup
 
-PAGE_TOKENS = 32
-_COPY_BYTES = 64 << 20  # of each process, for the limit
+PAGE_TOKENS = 64
+_COPY_BYTES = 256 << 20  # of each process, for the limit
 _SHARDS_LOOKED_FOR = 16  # of each group and page: more than any replica here stores
 
 
@@ -63,14 +64,14 @@ class _Workload:
 
 def measure(*, quick: bool) -> list[Row]:
     """A row for each pair of a replica that writes and one that reads."""
-    workload = _Workload(prompts=2, pages=24, jobs=200) if quick else _Workload(prompts=5, pages=96, jobs=2000)
+    workload = _Workload(prompts=2, pages=8, jobs=200) if quick else _Workload(prompts=5, pages=32, jobs=2000)
     tp2, tp4 = _spec(tp=2, lcm=4), _spec(tp=4, lcm=4)
     plans: list[tuple[str, CacheSpec, dict[str, CacheSpec]]] = [
         ("TP1", _spec(), {"TP1": _spec()}),
         ("TP2", tp2, {"TP2": tp2, "TP1": _spec(lcm=4), "TP4": tp4}),
         ("TP4", replace(tp4, revision="by TP4"), {"TP4": replace(tp4, revision="by TP4")}),
-        ("PP2", _spec(pp=(5, 7)), {"PP2": _spec(pp=(5, 7))}),
-        ("TP2xPP2", _spec(tp=2, pp=(7, 5)), {"TP2xPP2": _spec(tp=2, pp=(7, 5))}),
+        ("PP2", _spec(pp=(12, 16)), {"PP2": _spec(pp=(12, 16))}),
+        ("TP2xPP2", _spec(tp=2, pp=(16, 12)), {"TP2xPP2": _spec(tp=2, pp=(16, 12))}),
     ]
     rows: list[Row] = []
     with _daemon(len(plans) * workload.prompts * workload.pages) as (address, folder):
@@ -91,8 +92,8 @@ def measure(*, quick: bool) -> list[Row]:
 
 
 def _spec(*, tp: int = 1, pp: tuple[int, ...] | None = None, lcm: int | None = None) -> CacheSpec:
-    """Attention of 4 KV heads, a latent, and a recurrent state over a dozen layers."""
-    attention = PagedGroup("attention", (0, 2, 3, 5, 6, 8, 9), heads=4, head_dim=64, dtype="bfloat16")
+    """Attention of 4 KV heads, a latent, and a recurrent state; pages of some MB."""
+    attention = PagedGroup("attention", (0, 2, 3, 5, 6, *range(8, 10), *range(12, 28)), 4, 128, dtype="bfloat16")
     latent = PagedGroup.mla("latent", layers=(11,), latent_dim=512, rope_dim=64, dtype="bfloat16")
     fields = (
         StateField("conv", (3, 96), "bfloat16", split=HeadSplit(1, ((4, 8), (4, 8), (4, 8)))),
@@ -105,7 +106,7 @@ def _spec(*, tp: int = 1, pp: tuple[int, ...] | None = None, lcm: int | None = N
 @contextlib.contextmanager
 def _daemon(pages: int) -> Iterator[tuple[str, Path]]:
     with tempfile.TemporaryDirectory(prefix="hicache-ranks-") as work:
-        capacity_bytes = 2 * pages * max(1 << 20, sum(_spec().object_bytes))
+        capacity_bytes = int(1.5 * pages * sum(_spec().object_bytes)) + (64 << 20)
         daemon = DaemonProcess(Path(work) / "daemon", backend="lmdb", capacity_bytes=capacity_bytes)
         try:
             daemon.start()
@@ -116,13 +117,13 @@ def _daemon(pages: int) -> Iterator[tuple[str, Path]]:
 
 @contextlib.contextmanager
 def _replica(spec: CacheSpec, address: str, folder: Path, workload: _Workload) -> Iterator[Replica]:
-    l2_bytes = int(3.2 * workload.pages * sum(spec.object_bytes)) + (4 << 20)
+    slot_bytes = max(sum(l2_strides(spec.rank(rank))) for rank in range(spec.rank_count))
     replica = Replica(
         spec,
         ranks_in(folder),
         l1_pages=workload.pages + 8,
         l1_state_slots=8,
-        l2_bytes=l2_bytes,
+        l2_bytes=3 * workload.pages * slot_bytes,  # two prompts, and what is on its way to L3 is not in the way
         l3=address,
         token=TOKEN,
     )
@@ -229,9 +230,11 @@ def _objects_in_l3(replica: Replica, prompts: Sequence[list[int]]) -> tuple[int,
 
 
 def _memcpy_gbps(replica: Replica) -> float:
-    """Of all processes at a time."""
+    """Of all processes at a time: by the clock of this one, since others may begin late on few cores."""
     replica.on_all(_prepare_copy)
-    return float(sum(replica.on_all(_measure_copy)))
+    start_s = time.perf_counter()
+    replica.on_all(_copy)
+    return replica.spec.rank_count * _COPY_BYTES / (time.perf_counter() - start_s) / 1e9
 
 
 _COPIES: list[MemoryCopy] = []  # of this process
@@ -240,9 +243,9 @@ _COPIES: list[MemoryCopy] = []  # of this process
 def _prepare_copy(rank: HiCache | RankWorker) -> None:
     """Runs on every rank: memory is touched before anybody measures."""
     if not _COPIES:
-        _COPIES.append(MemoryCopy(threads=1, working_set_bytes=_COPY_BYTES // 2))
+        _COPIES.append(MemoryCopy(threads=1, working_set_bytes=_COPY_BYTES // 4))
 
 
-def _measure_copy(rank: HiCache | RankWorker) -> float:
+def _copy(rank: HiCache | RankWorker) -> None:
     """Runs on every rank."""
-    return _COPIES[0].measure(_COPY_BYTES)
+    _COPIES[0].measure(_COPY_BYTES)
