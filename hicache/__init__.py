@@ -16,11 +16,12 @@ if TYPE_CHECKING:
     from hicache.ranks.settings import Ranks
     from hicache.ranks.worker import RankWorker
     from hicache.sequence import Hit, Request, Restored
-    from hicache.spec import CacheSpec, PagedGroup, StateField, StateGroup
+    from hicache.spec import CacheSpec, HeadSplit, PagedGroup, StateField, StateGroup
 
 __all__ = [
     "CacheSpec",
     "ConfigError",
+    "HeadSplit",
     "HiCache",
     "HiCacheError",
     "Hit",
@@ -44,7 +45,7 @@ _MODULES = {
     "Ranks": "hicache.ranks.settings",
     **dict.fromkeys(("Hit", "Request", "Restored"), "hicache.sequence"),
     "PrefetchPolicy": "hicache.policies.prefetch",
-    **dict.fromkeys(("CacheSpec", "PagedGroup", "StateField", "StateGroup"), "hicache.spec"),
+    **dict.fromkeys(("CacheSpec", "HeadSplit", "PagedGroup", "StateField", "StateGroup"), "hicache.spec"),
 }
 
 

@@ -85,10 +85,10 @@ class CacheSpec:
             group.check_parallel(tp_size=self.tp_size, slices_max=self._slices_max)
         if self.pp_layers is not None:
             self._check_stages(self.pp_layers)
-        for group, shards in zip(self.groups, self.shards, strict=True):
-            if max(shards) >= SHARDS_MAX:
-                expected = f"at most {SHARDS_MAX} slices times pipeline stages: a smaller tp_lcm"
-                raise SpecError(f"{group.name} shards", max(shards) + 1, expected)
+        shards_max = max(self.slice_counts) * self.pp_size
+        if shards_max > SHARDS_MAX:
+            expected = f"at most {SHARDS_MAX} slices times pipeline stages: a smaller tp_lcm"
+            raise SpecError("shards of a page", shards_max, expected)
 
     def _check_stages(self, pp_layers: tuple[int, ...]) -> None:
         if not pp_layers or min(pp_layers) < 1:

@@ -17,7 +17,7 @@ class DirectoryStats:
     ``prefetch_found == prefetch_used + sum(prefetch_dropped.values()) + prefetch_in_flight`` at every moment (tokens).
     """
 
-    object_bytes: tuple[int, ...]  # payload bytes of one object, by group
+    object_bytes: tuple[int, ...]  # payload bytes of one page or snapshot, all its shards together, by group
     requests: int = 0
     tokens_requested: int = 0
     tokens_by_source: Counter[str] = field(default_factory=Counter)  # l1, l2, l3, computed

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol, TypeAlias
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple, Protocol, TypeAlias
 
 from hicache.jobs import FetchJob, LookupItem, LookupJob, StoreJob, TransferItem
 from hicache.keys import object_key
 from hicache.l3 import L3, Done, L3Item
 from hicache.outcome import Outcome
 from hicache.pending import PendingJob
-from hicache.rank_spec import RankSpec, Shard
+from hicache.rank_spec import RankSpec
+from hicache.sizing import slot_stride
 
-_Parts: TypeAlias = Sequence[tuple[int, Shard]]  # which of the rank's shards of a group, and where in its slot
 Fault = Callable[..., None]  # (name, message, *values): counts and logs; the values are whatever the message shows
 
 
@@ -35,20 +34,18 @@ class Transfers:
         l3: L3,
         rank: RankSpec,
         *,
-        offset: Callable[[int, int, int], int],
+        offset: Callable[[int, int], int],
         batch_keys_max: int,
         batch_bytes_max: int,
         lookup_keys_max: int,
         clock: Callable[[], float],
         fault: Fault,
     ) -> None:
-        """``offset(group, slot, part)`` says where the rank's ``part``-th shard of a slot is in L2, and raises
-        IndexError where there is none.
-        """
+        """``offset(group, slot)`` says where a slot is in L2, and raises IndexError where there is none."""
         self._l3 = l3
         self._offset = offset
-        self._reads = [list(enumerate(shards)) for shards in rank.shards]
-        self._writes = [[(part, shard) for part, shard in reads if shard.is_written] for reads in self._reads]
+        self._reads = _places(rank, only_written=False)
+        self._writes = _places(rank, only_written=True)
         self._batch_keys_max = batch_keys_max
         self._batch_bytes_max = batch_bytes_max
         self._lookup_keys_max = lookup_keys_max
@@ -66,7 +63,7 @@ class Transfers:
 
     def lookup(self, job: LookupJob, pending: PendingJob, *, deadline_s: float) -> None:
         """Ask for what a fetch of the same items would get: an item is OK when every shard of it is there."""
-        step = max(1, self._lookup_keys_max // max(1, *map(len, self._reads)))
+        step = max(1, self._lookup_keys_max // max(1, *(len(places.shards) for places in self._reads.values())))
         for start in range(0, len(job.items), step):
             items = job.items[start : start + step]
             pending.settle(range(start, start + len(items)), self._look_up(items, deadline_s))
@@ -80,11 +77,11 @@ class Transfers:
         if remaining_s <= 0 or self._is_stopped:
             return [self._unbegun()] * len(items)
         try:
-            parts = [self._reads[item.group] for item in items]
+            parts = [self._reads[item.group].shards for item in items]
             keys = [
-                object_key(item.block_key, group=item.group, shard=shard.index)
+                object_key(item.block_key, group=item.group, shard=shard)
                 for item, of_item in zip(items, parts, strict=True)
-                for _, shard in of_item
+                for shard, _, _ in of_item
             ]
             found = self._l3.lookup(keys, timeout_s=remaining_s) if keys else []
             outcomes = _checked_outcomes(found, len(keys))
@@ -122,62 +119,78 @@ class Transfers:
 
         return done
 
-    def _batches(self, items: Sequence[TransferItem], parts: Sequence[_Parts], pending: PendingJob) -> Iterator[_Batch]:
-        """Batches within the bounds (an item above them goes alone); the objects of an item are in one batch.
+    def _batches(
+        self, items: Sequence[TransferItem], places: Mapping[int, _Places], pending: PendingJob
+    ) -> Iterator[_Batch]:
+        """Batches within the bounds (an item above them goes alone); the objects of one item are in one batch.
 
-        ``parts``: the shards to move, by group. Items without any are settled as OK, items that name no slot as
-        BAD_RANGE, and are in no batch.
+        Items without objects are settled as OK, items that name no slot as BAD_RANGE, and are in no batch.
         """
-        batch = _Batch()
+        batch = _Batch([], [], [])
+        left_bytes, left_keys = self._batch_bytes_max, self._batch_keys_max
+        idle: list[int] = []
         for index, item in enumerate(items):
             try:
-                placed = self._placed(item, parts)
-            except (IndexError, ValueError, TypeError) as error:
+                shards, size_bytes = places[item.group]
+                placed = self._placed(item, shards) if shards else None
+            except (LookupError, ValueError, TypeError) as error:
                 self._fault("bad_range", "job %d: %r", pending.job_id, error)
                 pending.settle([index], [Outcome.BAD_RANGE])
                 continue
-            if not placed:
-                pending.settle([index], [Outcome.OK])
+            if placed is None:
+                idle.append(index)
                 continue
-            size_bytes = sum(placed_object.size_bytes for placed_object in placed)
-            is_full = (
-                len(batch.objects) + len(placed) > self._batch_keys_max
-                or batch.size_bytes + size_bytes > self._batch_bytes_max
-            )
-            if batch.objects and is_full:
+            if (size_bytes > left_bytes or len(shards) > left_keys) and batch.objects:
                 yield batch
-                batch = _Batch()
-            batch.add(index, placed, size_bytes)
+                batch = _Batch([], [], [])
+                left_bytes, left_keys = self._batch_bytes_max, self._batch_keys_max
+            batch.indices.append(index)
+            batch.counts.append(len(shards))
+            batch.objects.extend(placed)
+            left_bytes -= size_bytes
+            left_keys -= len(shards)
+        if idle:
+            pending.settle(idle, [Outcome.OK] * len(idle))
         if batch.objects:
             yield batch
 
-    def _placed(self, item: TransferItem, parts: Sequence[_Parts]) -> list[L3Item]:
-        if item.group < 0:
-            raise IndexError(f"group {item.group} is negative")
-        return [
-            L3Item(
-                object_key(item.block_key, group=item.group, shard=shard.index),
-                self._offset(item.group, item.slot, part),
-                shard.size_bytes,
-            )
-            for part, shard in parts[item.group]
-        ]
+    def _placed(self, item: TransferItem, shards: tuple[_Place, ...]) -> list[L3Item]:
+        start = self._offset(item.group, item.slot)
+        placed = []
+        for shard, offset, size_bytes in shards:
+            key = object_key(item.block_key, group=item.group, shard=shard)
+            placed.append(L3Item(key, start + offset, size_bytes))
+        return placed
 
 
-@dataclass(slots=True)
-class _Batch:
+class _Batch(NamedTuple):
     """One call to L3: the objects of some items of a job, item after item."""
 
-    indices: list[int] = field(default_factory=list)  # of the items in the job
-    counts: list[int] = field(default_factory=list)  # objects of each
-    objects: list[L3Item] = field(default_factory=list)
-    size_bytes: int = 0
+    indices: list[int]  # of the items in the job
+    counts: list[int]  # objects of each
+    objects: list[L3Item]
 
-    def add(self, index: int, placed: list[L3Item], size_bytes: int) -> None:
-        self.indices.append(index)
-        self.counts.append(len(placed))
-        self.objects += placed
-        self.size_bytes += size_bytes
+
+_Place: TypeAlias = tuple[int, int, int]  # shard, offset within the slot, bytes
+
+
+class _Places(NamedTuple):
+    """The objects that a rank moves of each item of a group."""
+
+    shards: tuple[_Place, ...]
+    size_bytes: int  # together
+
+
+def _places(rank: RankSpec, *, only_written: bool) -> dict[int, _Places]:
+    by_group: dict[int, _Places] = {}
+    for group, shards in enumerate(rank.shards):
+        places = tuple(
+            (shard.index, part * slot_stride(shard.size_bytes), shard.size_bytes)
+            for part, shard in enumerate(shards)
+            if shard.is_written or not only_written
+        )
+        by_group[group] = _Places(places, sum(size_bytes for _, _, size_bytes in places))
+    return by_group
 
 
 def _checked_outcomes(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:
@@ -190,6 +203,8 @@ def _checked_outcomes(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:
 
 def _joined(outcomes: list[Outcome], counts: Sequence[int]) -> list[Outcome]:
     """One outcome for each item, which has ``counts[i]`` objects in a row: the worst of theirs, or OK."""
+    if len(outcomes) == len(counts) and 0 not in counts:
+        return outcomes
     joined, start = [], 0
     for count in counts:
         joined.append(max(outcomes[start : start + count], default=Outcome.OK))

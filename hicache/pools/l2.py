@@ -12,7 +12,7 @@ from hicache.pools.dtypes import torch_dtype
 from hicache.pools.host_memory import HostMemory, available_memory_bytes
 from hicache.pools.l1 import page_shape
 from hicache.pools.registration import HostRegistrar, registrar_for
-from hicache.sizing import l2_size_bytes, l2_strides
+from hicache.sizing import l2_size_bytes, l2_strides, slot_stride
 from hicache.spec import CacheSpec, PagedGroup
 
 
@@ -73,33 +73,33 @@ class L2Pool:
         """All bytes, writable; a view keeps the mapping alive. Raises UsageError after ``close``."""
         return self._memory.buffer
 
-    def offset(self, group: int, slot: int, part: int = 0) -> int:
-        """Where the rank's ``part``-th shard in ``slot`` begins within the memory. Raises IndexError for a slot or part
-        that does not exist.
+    def offset(self, group: int, slot: int) -> int:
+        """Where ``slot``, and the first shard in it, begins within the memory. Raises IndexError for a slot that does
+        not exist.
         """
         if not 0 <= group < len(self.slot_counts):
             raise IndexError(f"group {group} is outside of [0, {len(self.slot_counts)})")
         if not 0 <= slot < self.slot_counts[group]:
             raise IndexError(f"slot {slot} of group {group} is outside of [0, {self.slot_counts[group]})")
-        shards = self.rank.shards[group]
-        if not 0 <= part < len(shards):
-            raise IndexError(f"part {part} of group {group} is outside of [0, {len(shards)})")
-        return self._starts[group] + slot * self.strides[group] + part * (self.strides[group] // len(shards))
+        return self._starts[group] + slot * self.strides[group]
 
     def view(self, group: int, part: int = 0) -> torch.Tensor:
-        """The ``part``-th shard in all slots of a group: pages [n_slots, layers, planes, page_tokens, heads, head_dim],
-        or states as bytes [n_slots, size_bytes]. It keeps the mapping alive. Raises IndexError, and UsageError after
-        ``close``.
+        """The ``part``-th of the rank's shards in all slots of a group: pages [n_slots, layers, planes, page_tokens,
+        heads, head_dim], or states as bytes [n_slots, size_bytes]. It keeps the mapping alive.
+
+        Raises IndexError, and UsageError after ``close``.
         """
-        first = self.offset(group, 0, part) - self._starts[group]
-        start, count, stride = self._starts[group], self.slot_counts[group], self.strides[group]
+        start, count, stride = self.offset(group, 0), self.slot_counts[group], self.strides[group]
         slots = self._memory.tensor()[start : start + count * stride].view(count, stride)
-        objects = slots[:, first : first + self.rank.shards[group][part].size_bytes]
+        shards = self.rank.shards[group]
+        size_bytes = shards[part].size_bytes
+        first = part * slot_stride(size_bytes)
+        objects = slots[:, first : first + size_bytes]
         described = self.rank.groups[group]
         if not isinstance(described, PagedGroup):
             return objects
         planes, page_tokens, heads, head_dim = page_shape(described, self.spec.page_tokens)
-        shape = (len(described.layers), planes, page_tokens, heads // len(self.rank.shards[group]), head_dim)
+        shape = (len(described.layers), planes, page_tokens, heads // len(shards), head_dim)
         return objects.view(torch_dtype(described.dtype)).view(count, *shape)
 
     def close(self) -> None:

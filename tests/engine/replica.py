@@ -205,15 +205,15 @@ class Replica:
     def check_padding(self, *, l2_slots: Sequence[int]) -> None:
         """In the L2 of every rank, all that is no shard in a used slot is poison."""
         for rank in self.ranks:
+            held = torch.frombuffer(rank.l2.buffer, dtype=torch.uint8)
             untouched = torch.ones(rank.l2.size_bytes, dtype=torch.bool)
             for group, shards in enumerate(rank.l1.rank.shards):
                 for part, shard in enumerate(shards):
                     for slot in l2_slots:
-                        start = rank.l2.offset(group, slot, part)
+                        start = rank.l2.view(group, part)[slot].data_ptr() - held.data_ptr()
                         assert start % 4096 == 0
                         assert untouched[start : start + shard.size_bytes].all(), "extents of shards do not overlap"
                         untouched[start : start + shard.size_bytes] = False
-            held = torch.frombuffer(rank.l2.buffer, dtype=torch.uint8)
             assert (held[untouched] == POISON).all()
 
     def _all_ok(self, make: Callable[[int], Job]) -> None:

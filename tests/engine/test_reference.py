@@ -11,6 +11,8 @@ from hypothesis import strategies as st
 
 from hicache.kernels import reference
 from hicache.kernels.reference import (
+    Joined,
+    Layered,
     PagedPool,
     clear_states,
     copy_states,
@@ -272,6 +274,58 @@ def test_states_become_the_concatenation_of_their_fields_and_come_back(
         got = torch.stack(list(field)) if isinstance(field, list) else field
         assert as_bytes(got[:, 0]) == as_bytes(got[:, 2]) == as_bytes(tensor[:, 4])
         assert as_bytes(got[:, [1, 3, 4]]) == as_bytes(tensor[:, [1, 3, 4]])
+
+
+def assert_joins(*, as_list: bool, dtype: torch.dtype, axis: int) -> None:
+    """Two pieces of a field, behind an odd byte in the object: there as one tensor, and back where they came from."""
+    pad = noisy(LAYERS, 5, 1, dtype=torch.uint8, seed=3)
+    tensor = noisy(LAYERS, 5, 6, 8, 7, dtype=dtype)
+    spans = ((1, 3), (5, 6))
+    layers: Layered = [layer.clone() for layer in tensor] if as_list else tensor.clone()
+    pieces: list[Layered] = [
+        [layer.narrow(axis, first, stop - first) for layer in layers]
+        if isinstance(layers, list)
+        else layers.narrow(axis, first, stop - first)
+        for first, stop in spans
+    ]
+    joined = torch.cat([tensor.narrow(axis, first, stop - first) for first, stop in spans], dim=axis)
+    expected = as_bytes(pad[:, 4]) + as_bytes(joined[:, 4])
+    objects = torch.full((3, len(expected) + 5), POISON, dtype=torch.uint8)[:, : len(expected)]
+    gather_states([pad, Joined(pieces, axis)], objects, sources=[4], targets=[1])
+    assert as_bytes(objects[1]) == expected
+    assert bool((objects[[0, 2]] == POISON).all())
+
+    scatter_states(objects, [pad, Joined(pieces, axis)], sources=[1], targets=[2])
+    held = layers if isinstance(layers, torch.Tensor) else torch.stack(list(layers))
+    for first, stop in spans:
+        copied = held.narrow(axis, first, stop - first)
+        assert as_bytes(copied[:, 2]) == as_bytes(copied[:, 4])
+    untouched = torch.ones(held.shape, dtype=torch.bool)
+    for first, stop in spans:
+        untouched.narrow(axis, first, stop - first)[:, 2] = False
+    assert as_bytes(held[untouched]) == as_bytes(tensor[untouched])
+
+
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize("dtype", [torch.int8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("axis", [-1, -2, -3])
+def test_pieces_of_a_field_are_one_tensor_in_the_object(*, as_list: bool, dtype: torch.dtype, axis: int) -> None:
+    assert_joins(as_list=as_list, dtype=dtype, axis=axis)
+
+
+@pytest.mark.usefixtures("as_on_an_accelerator")
+@pytest.mark.parametrize("as_list", [False, True])
+@pytest.mark.parametrize("axis", [-1, -3])
+def test_pieces_of_a_field_arrive_by_the_copies_for_accelerators_too(*, as_list: bool, axis: int) -> None:
+    assert_joins(as_list=as_list, dtype=torch.bfloat16, axis=axis)
+
+
+@pytest.mark.usefixtures("as_on_an_accelerator")
+@pytest.mark.parametrize("adopt", [one_tensor, tensor_per_layer, tensor_per_plane, heads_outside])
+def test_heads_of_a_pool_arrive_by_the_copies_for_accelerators_too(adopt: Callable[..., PagedPool]) -> None:
+    whole = noisy(LAYERS, PAGES, 2, 5, 6, 8, dtype=torch.bfloat16)
+    pool = adopt(whole[:, :, :, :, 2:4])
+    assert_gathers_and_scatters(pool, planes=2, inner=(5, 2, 8), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("object_bytes", [11, 13])

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.errors import ConfigError
-from hicache.sizing import PAGED_SLOTS_MIN, STATE_SLOTS_MIN, l2_size_bytes, l2_slot_counts, slot_stride
+from hicache.sizing import PAGED_SLOTS_MIN, STATE_SLOTS_MIN, l2_size_bytes, l2_slot_counts, l2_strides, slot_stride
 from hicache.spec import CacheSpec, PagedGroup, StateField, StateGroup
 from tests.engine.specs import hybrid_spec, paged_spec
 
@@ -64,6 +64,36 @@ def test_a_share_is_not_taken_where_there_is_only_one_kind() -> None:
 def test_a_share_that_is_no_fraction_is_refused(state_share: float) -> None:
     with pytest.raises(ConfigError, match="state_share"):
         l2_slot_counts(hybrid_spec(), 1 << 30, state_share)
+
+
+REPLICA = CacheSpec(
+    "m",
+    "1",
+    (GROUPS["pages"], GROUPS["tiny"], GROUPS["state"], GROUPS["small state"]),
+    tp_size=2,
+    tp_lcm=2,
+    pp_layers=(2, 2, 1),  # pages of one group | of the other, and a state | the other state alone
+)
+
+
+@given(l2_bytes=st.integers(1, 1 << 33), state_share=st.floats(0, 1))
+def test_br_090_every_rank_of_a_replica_has_equally_many_slots_and_takes_no_more_than_was_given(
+    l2_bytes: int, state_share: float
+) -> None:
+    try:
+        counts = l2_slot_counts(REPLICA, l2_bytes, state_share)
+    except ConfigError as error:
+        (minimum,) = re.findall(r"at least (\d+) bytes", str(error))
+        assert l2_bytes < int(minimum)
+        l2_slot_counts(REPLICA, int(minimum), state_share)
+        return
+    assert counts[0] == counts[1] >= PAGED_SLOTS_MIN
+    assert counts[2] == counts[3] >= STATE_SLOTS_MIN
+    sizes = [l2_size_bytes(REPLICA.rank(rank), counts) for rank in range(6)]
+    assert max(sizes) <= l2_bytes
+    strides = [l2_strides(REPLICA.rank(rank)) for rank in range(6)]
+    more_pages = [size + sum(stride[:2]) for size, stride in zip(sizes, strides, strict=True)]
+    assert max(more_pages) > l2_bytes, "one page more would not fit on some rank"
 
 
 def test_too_little_is_refused_with_the_minimum() -> None:
