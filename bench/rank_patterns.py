@@ -5,6 +5,7 @@ from __future__ import annotations
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -59,11 +60,11 @@ def rank_part_of_state(
     axis = field.split.axis
     sections = field.split.sections or ((field.shape[axis], 1),)
     parts = []
-    for section, (heads, elements) in zip(
-        own.split([heads * elements for heads, elements in sections], dim=axis + 1), sections, strict=True
-    ):
+    start = 0
+    for heads, elements in sections:
         share, first = max(1, heads // spec.tp_size), tp_rank * heads // spec.tp_size
-        parts.append(section.narrow(axis + 1, first * elements, share * elements))
+        parts.append(own.narrow(axis + 1, start + first * elements, share * elements))
+        start += heads * elements
     return torch.cat(parts, dim=axis + 1)
 
 
@@ -119,10 +120,17 @@ def _stage_positions(spec: CacheSpec, layers: Sequence[int], stage: int) -> list
 
 
 def _random(shape: tuple[int, ...], dtype: str, seed: int) -> torch.Tensor:
+    """Random bytes of a shape, every eight of them changed by the seed: at the speed of memory."""
     element = torch_dtype(dtype)
     count = torch.Size(shape).numel() * element.itemsize
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=generator).view(element).reshape(shape)
+    word = seed * 0x9E3779B97F4A7C15 % (1 << 63)
+    return (_random_words(-(-count // 8)) ^ word).view(torch.uint8)[:count].view(element).reshape(shape)
+
+
+@cache
+def _random_words(count: int) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(count)
+    return torch.randint(-(1 << 63), (1 << 63) - 1, (count,), dtype=torch.int64, generator=generator)
 
 
 def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:

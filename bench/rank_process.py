@@ -113,7 +113,8 @@ def _serve(settings: WorkerSettings, pipe: Connection) -> None:
             except EOFError:
                 return
             try:
-                answer = None, function(rank, *arguments)
+                result = function(rank, *arguments)
             except Exception as error:
-                answer = repr(error), None
-            pipe.send(answer)
+                pipe.send((repr(error), None))
+            else:
+                pipe.send((None, result))

@@ -66,12 +66,27 @@ class Replica:
         return request, restored
 
     def compute(self, request: Request, tokens: Sequence[int], start: int, *, snapshot: bool = True) -> None:
-        """Page by page, each in a step of its own, from ``start`` to the last full page."""
+        """Page by page, each in a step of its own, from ``start`` to the last full page; each is stored."""
         page_tokens = self.spec.page_tokens
         for end in range(start + page_tokens, len(tokens) + 1, page_tokens):
-            assert self.cache.extend(request, tokens=end, timeout_s=20), "L1 has no room"
-            self.step(self._written(request, tokens, end))
+            self.compute_pages(request, tokens, end - page_tokens, end)
             self.cache.store(request, computed=end, state_at=end if snapshot and self.spec.has_state else None)
+
+    def compute_pages(self, request: Request, tokens: Sequence[int], start: int, end: int) -> None:
+        """Tokens ``[start, end)``, whole pages, in one step; stored by the caller."""
+        assert self.cache.extend(request, tokens=end, timeout_s=20), "L1 has no room"
+        page_tokens = self.spec.page_tokens
+        slots: list[Slot] = []
+        for index, group in enumerate(self.spec.groups):
+            if not isinstance(group, PagedGroup):
+                slots.append(Slot(index, request.state_slot(index), seed_of(tokens[:end])))
+                continue
+            table = request.page_table(index)
+            for page in range(start // page_tokens, end // page_tokens):
+                slot = table[page]
+                assert slot is not None, "what is computed has a page"
+                slots.append(Slot(index, slot, seed_of(tokens[: (page + 1) * page_tokens])))
+        self.step(slots)
 
     def step(self, slots: Sequence[Slot]) -> None:
         """Every rank computes these slots in one step."""
@@ -135,16 +150,6 @@ class Replica:
             worker.end()
         if hasattr(self, "cache"):
             self.cache.close()
-
-    def _written(self, request: Request, tokens: Sequence[int], end: int) -> list[Slot]:
-        """What the step writes that computes the page that ends at ``end``."""
-        seed, page = seed_of(tokens[:end]), end // self.spec.page_tokens - 1
-        slots = []
-        for index, group in enumerate(self.spec.groups):
-            slot = request.page_table(index)[page] if isinstance(group, PagedGroup) else request.state_slot(index)
-            assert slot is not None, "what is computed has a page"
-            slots.append(Slot(index, slot, seed))
-        return slots
 
 
 def ranks_in(folder: Path, **settings: Any) -> Ranks:  # as different as the settings are

@@ -203,6 +203,8 @@ def _checked_outcomes(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:
 
 def _joined(outcomes: list[Outcome], counts: Sequence[int]) -> list[Outcome]:
     """One outcome for each item, which has ``counts[i]`` objects in a row: the worst of theirs, or OK."""
+    if len(outcomes) == len(counts) and 0 not in counts:
+        return outcomes
     joined, start = [], 0
     for count in counts:
         joined.append(max(outcomes[start : start + count], default=Outcome.OK))

@@ -36,6 +36,7 @@ class Peer(Generic[M]):
         self._on_message = on_message
         self._on_end = on_end
         self._is_over = False
+        self.said_farewell = False
         link.reader.bytes_max = FRAME_BYTES_MAX
         link.on_backlog = loop.wake
         loop.watch(self)
@@ -73,6 +74,7 @@ class Peer(Generic[M]):
             for payload in self._link.receive(now_s):
                 message = self._decoder.decode(payload)
                 if isinstance(message, Farewell):
+                    self.said_farewell = True
                     raise LinkBroken(f"it has closed the link: {message.reason}")
                 if not isinstance(message, Pulse):
                     self._on_message(message)

@@ -164,7 +164,8 @@ class RankWorker:
     def _work(self) -> None:
         """Run jobs between steps until it is over; then give everything back."""
         self._reason = self._order.work()
-        _LOG.warning("rank %d is over: %s", self.rank, self._reason)
+        level = logging.INFO if self._peer.said_farewell else logging.WARNING
+        _LOG.log(level, "rank %d is over: %s", self.rank, self._reason)
         self._loop.stop(timeout_s=_CLOSE_TIMEOUT_S)
         self._peer.end(self._reason)
         if self._executor.close() and self.l2 is not None:  # else hicached may still write there: it is left to it

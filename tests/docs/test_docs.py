@@ -13,7 +13,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from hicache import CacheSpec, HiCache, PrefetchPolicy, SnapshotPolicy
+from hicache import CacheSpec, HiCache, PrefetchPolicy, Ranks, RankWorker, SnapshotPolicy
 from hicache.outcome import Outcome
 from hicache.stats import DirectoryStats
 from tests.client.hicached import HicachedProcess
@@ -93,6 +93,29 @@ def test_the_example_of_prefill_and_decode_engines_runs() -> None:
         finally:
             daemon.end()
     assert finished.returncode == 0, finished.stderr
+
+
+def test_every_setting_of_rank_processes_is_documented_with_its_default() -> None:
+    assert rows("Rank processes") == [field.name for field in fields(Ranks)]
+    for field in fields(Ranks):
+        if field.name.endswith("_s"):
+            assert f"| `{field.name}` | `{field.default}` |" in ENGINE, field.name
+
+
+def test_a_worker_takes_the_settings_of_the_leader() -> None:
+    settings = inspect.signature(HiCache.open).parameters
+    for name, parameter in inspect.signature(RankWorker.open).parameters.items():
+        if name not in ("rank", "leader"):
+            assert parameter.default == settings[name].default, name
+
+
+def test_the_example_of_rank_processes_runs(tmp_path: Path) -> None:
+    section = ENGINE.split("\n## Rank processes\n", 1)[1].split("\n## ", 1)[0]
+    [example] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    (tmp_path / "ranks.py").write_text(example)
+    finished = subprocess.run([sys.executable, str(tmp_path / "ranks.py")], capture_output=True, text=True, timeout=100)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.splitlines() == ["restored: 0", "restored: 32 lost: {}"]
 
 
 def test_every_setting_of_ranks_is_documented_with_its_default_and_the_example_runs() -> None:
