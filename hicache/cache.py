@@ -340,7 +340,7 @@ class HiCache:
         with self._changed:
             self._check_open()
             handover = self._directory.hand_over(self._record_of(request))
-            result, before = handover.result, None
+            result, before, is_over = handover.result, None, False
             while result != before:
                 handover.write()
                 self._pump()
