@@ -15,6 +15,7 @@ from hicache.stats import DirectoryStats
 
 Part = tuple[int, int]  # (page, group)
 
+EARLIER_STOP_BYTES_SHARE = 1 / 8  # of a plan: what having an earlier legal stop may cost on top
 REPLANS_MAX = 2  # a prompt whose objects fail one by one must not be tried for ever
 
 
@@ -203,10 +204,39 @@ class Prefetcher:
             missing = [(page, g) for page, g in needed if not self._index.resident(prefetch.keys[page]) >> g & 1]
             if self._acquire(prefetch, missing):
                 prefetch.keeps.append(keep)
-                return stop, missing
+                missing += self._add_earlier_stop(prefetch, stops, stop, missing)
+                return stop, sorted(missing, key=self._is_full_attention)
             self._index.let_go(keep)
             del candidates[len(candidates) * 3 // 4 :]  # few attempts, and no more than a quarter too short
         return 0, []
+
+    def _add_earlier_stop(self, prefetch: Prefetch, stops: list[int], stop: int, missing: list[Part]) -> list[Part]:
+        """Room for the windows and states of a legal stop before ``stop`` as well, and what is missing of them.
+
+        When the time is over before everything has arrived, what has is of use up to there. It is the stop next to the
+        middle of what the plan brings, if it costs little beside that.
+        """
+        earlier = [other for other in stops if other < stop]
+        if not earlier:
+            return []
+        middle = (missing[0][0] + stop) / 2
+        nearest = min(earlier, key=lambda other: abs(other - middle))
+        planned, keys = set(missing), prefetch.keys
+        parts = [
+            (page, group)
+            for page, group in self._index.rule.needed_partial(nearest)
+            if (page, group) not in planned and not self._index.resident(keys[page]) >> group & 1
+        ]
+        is_cheap = self._bytes(parts) <= EARLIER_STOP_BYTES_SHARE * self._bytes(missing)
+        has_room = all(sum(g == group for _, g in parts) <= self._budget(group) for group in range(len(self._held)))
+        return parts if is_cheap and has_room and self._acquire(prefetch, parts) else []
+
+    def _bytes(self, parts: Sequence[Part]) -> int:
+        return sum(self._stats.object_bytes[group] for _, group in parts)
+
+    def _is_full_attention(self, part: Part) -> bool:
+        """Windows and states are asked for first: without them nothing else is of use."""
+        return bool(self._index.rule.full_mask >> part[1] & 1)
 
     def _budget(self, group: int) -> int:
         capacity = self._index.pools[Tier.L2][group].capacity
@@ -223,7 +253,7 @@ class Prefetcher:
                     self._index.release(Tier.L2, taken_group, [handle])
                 return False
             taken.update(zip(wanted, handles, strict=True))
-        prefetch.handles = taken
+        prefetch.handles |= taken
         for _, group in parts:
             self._held[group] += 1
         return True

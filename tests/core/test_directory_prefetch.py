@@ -7,6 +7,7 @@ import pytest
 from hicache.jobs import CopyJob, CopyKind, FetchJob, LookupJob
 from hicache.node import Tier
 from hicache.slots import slot_of
+from hicache.spec import StateField, StateGroup
 from tests.core.situations import HYBRID, evict_all, loaded_pages, prefetching, prompt, restore
 from tests.core.world import FULL, PAGE, WINDOW, World
 
@@ -336,4 +337,43 @@ def test_two_prefetches_of_one_prompt_end_in_one_copy() -> None:
         assert loaded_pages(live) == 8
     assert world.directory.stats.prefetch_used == 16 * PAGE
     assert [live.record.by_source["l3"] for live in twins] == [8 * PAGE, 0]
+    world.wind_up()
+
+
+@pytest.mark.parametrize("arrived", [2, 5, 7])
+def test_a_hybrid_prefix_that_is_half_there_when_the_time_is_over_is_used_up_to_an_earlier_snapshot(
+    arrived: int,
+) -> None:
+    """Pages 0 to 7 and the snapshots after 4 and 8 of them are fetched, the snapshots first."""
+    world = World(HYBRID, l1=16, l2=16, prefetch_l2_share=1.0, job_items_max=1)
+    live = prefetching(world, prompt(8))
+    world.executor.run_kind(LookupJob)
+    fetched = [task.job.items[0] for task in world.executor.waiting]
+    keys = live.record.keys
+    assert [(keys.index(item.block_key), item.group) for item in fetched] == [
+        (7, 1),
+        (3, 1),
+        *((page, 0) for page in range(8)),
+    ]
+    for _ in range(2 + arrived):
+        world.executor.run(0)
+    assert not world.directory.is_settled(live.record)
+    world.load(live)
+    world.executor.run_kind(CopyKind.RESET)
+    world.executor.run_kind(CopyKind.LOAD)
+    assert loaded_pages(live) == (4 if arrived > 4 else 0)
+    assert world.directory.stats.prefetch_dropped == {"late": (8 - loaded_pages(live)) * PAGE}
+    world.check()
+    world.run_all()
+    world.check()
+    world.wind_up()
+
+
+def test_an_earlier_snapshot_that_costs_much_beside_the_plan_is_not_fetched() -> None:
+    large = StateGroup("gdn", (2,), (StateField("s", (64,), "float32"),))
+    world = World((FULL, large), l1=16, l2=16, prefetch_l2_share=1.0, job_items_max=1)
+    prefetching(world, prompt(8))
+    world.executor.run_kind(LookupJob)
+    assert len(world.executor.waiting) == 8 + 1
+    world.run_all()
     world.wind_up()
