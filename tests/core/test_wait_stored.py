@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from hicache.cache import Request, Stored
+from hicache import Request, Stored
 from hicache.errors import UsageError
 from hicache.outcome import Outcome
 from tests.core.small_engine import PAGE, STATE, Make, SmallEngine, by_source, prompt

@@ -13,8 +13,7 @@ import torch
 from bench.tiny_engine import Generated, ScriptedDrafts, TinyEngine
 from bench.tiny_hybrid import TinyConfig, TinyHybrid
 from bench.tiny_reference import RestoredBytes
-from hicache import HiCache, PrefetchPolicy, Stored
-from hicache.cache import Request
+from hicache import HiCache, PrefetchPolicy, Request, SnapshotPolicy, Stored
 from hicache.client import ClientState, DaemonL3
 from hicache.l3 import Done, L3Item
 from hicache.outcome import Outcome
@@ -139,11 +138,12 @@ def run_engine(connection: Connection, side: Side) -> None:
         token=side.token,
         deployment=side.deployment,
         prefetch=PrefetchPolicy("wait_complete", hard_cap_s=side.prefetch_cap_s, threshold_tokens=0),
+        snapshot_policy=SnapshotPolicy(state_interval_tokens=32),
     )
     assert isinstance(cache.l3, DaemonL3)
     puts = HeldPuts(cache.l3)
     handing_over = HandingOver(cache)
-    engine = TinyEngine(model, handing_over, chunk_tokens=64, state_interval_tokens=32)  # type: ignore[arg-type]
+    engine = TinyEngine(model, handing_over, chunk_tokens=64)  # type: ignore[arg-type]
     with cache:
         connection.send("ready")
         while True:

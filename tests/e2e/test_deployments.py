@@ -37,8 +37,8 @@ CHANGES: dict[str, tuple[CacheSpec, str]] = {
     ),
     "a state field": (
         dataclasses.replace(SPEC, groups=(ATTENTION, StateGroup("gdn", (1, 3), (StateField("s", (5,), "float32"),)))),
-        "group.1.field.0: 's 4 float32 persistent' != 's 5 float32 persistent'; "
-        "group.1.field.1: 'ring 2 float32 transient' != None; group.1.fields: 2 != 1",
+        "group.1.field.0: 's 4 float32 persistent whole' != 's 5 float32 persistent whole'; "
+        "group.1.field.1: 'ring 2 float32 transient whole' != None; group.1.fields: 2 != 1",
     ),
 }
 

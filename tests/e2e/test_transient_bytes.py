@@ -17,8 +17,7 @@ from bench.demo.processes import Daemon
 from bench.tiny_engine import Busy, Generated, ScriptedDrafts, TinyEngine
 from bench.tiny_hybrid import TinyHybrid
 from bench.tiny_reference import reference_generate, restored_differences
-from hicache import CacheSpec, HiCache, PrefetchPolicy, StateGroup
-from hicache.cache import Request, Restored
+from hicache import CacheSpec, HiCache, PrefetchPolicy, Request, Restored, SnapshotPolicy, StateGroup
 from hicache.errors import StateNotCommitted
 from tests.e2e.conftest import MIB, TENANTS
 
@@ -105,14 +104,24 @@ class PoisonedL1:
             self.poison(live=request)
         return restored
 
-    def store(self, request: Request, *, computed: int, state_at: int | None = None, state_pending: int = 0) -> None:
+    def store(
+        self,
+        request: Request,
+        *,
+        computed: int,
+        state_at: int | None = None,
+        state_pending: int = 0,
+        donate: bool = False,
+    ) -> None:
         """See HiCache.store."""
         if state_at is None or state_pending:
             self.poison(live=request)
             self._cache.store(request, computed=computed, state_at=state_at, state_pending=state_pending)
             return
         self.poison(live=None)
-        self._cache.store(request, computed=computed, state_at=state_at)
+        self._cache.store(request, computed=computed, state_at=state_at, donate=donate)
+        if donate:
+            return
         for index, name in self._poison:
             self._cache.l1.state[index][name][:, request.state_slot(index)] = 0  # the ring goes on, empty
 
@@ -146,6 +155,7 @@ def open_cache(spec: CacheSpec, store: tuple[str, str, Path], *, slots: int = 6,
         l3_capacity_bytes=64 * MIB,
         token=token,
         prefetch=PREFETCH,
+        snapshot_policy=SnapshotPolicy(state_interval_tokens=16),
     )
 
 
@@ -158,7 +168,7 @@ def test_no_transient_byte_is_in_l2_or_l3_after_speculative_decode_with_poison_i
         connected = getattr(cache.l3, "wait_ready", lambda timeout_s: True)
         assert connected(timeout_s=20)
         poisoned = PoisonedL1(cache)
-        engine = TinyEngine(model, poisoned, chunk_tokens=64, state_interval_tokens=16)  # type: ignore[arg-type]
+        engine = TinyEngine(model, poisoned, chunk_tokens=64)  # type: ignore[arg-type]
         for prompt in [*prompts, *prompts]:
             serve_with_drafts(engine, prompt)
         assert cache.flush(timeout_s=60)

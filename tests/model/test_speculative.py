@@ -14,7 +14,7 @@ import torch
 from bench.tiny_engine import TinyEngine
 from bench.tiny_hybrid import SequenceView, TinyHybrid
 from bench.tiny_reference import same_bits
-from hicache.cache import HiCache, Request
+from hicache import HiCache, Request
 from hicache.errors import StateNotCommitted
 from hicache.policies.prefetch import PrefetchPolicy
 from hicache.spec import StateGroup
@@ -48,7 +48,7 @@ class Rig:
         self.model = model
         self.cache = cache
         self.width = width
-        self.engine = TinyEngine(model, cache, chunk_tokens=PAGE, state_interval_tokens=PAGE)
+        self.engine = TinyEngine(model, cache, chunk_tokens=PAGE)
         self.truth = computed(model.config, LENGTH)
         self.refused = 0
 

@@ -130,7 +130,7 @@ def test_br_001_a_fetch_that_fails_on_one_rank_ends_the_prefix_there_on_all(
     assert restored.tokens == 3 * PAGE
     assert not replica.differing(request, tokens, restored.tokens)
     failed = sum(count for name, count in replica.cache.stats.objects.items() if name == "fetch.io_error")
-    assert failed == len(TP2.groups) - 1  # attention and the latent of page 3; the state of page 8 alone was asked for
+    assert failed == len(TP2.groups)  # all of page 3, whose state is that of the plan's earlier stop
     replica.cache.release(request)
     assert not replica.cache.stats.ranks_lost
     faults.assert_nothing_leaked(replica.cache)
