@@ -26,7 +26,8 @@ from hicache.errors import ConfigError
 from hicache.spec import PagedGroup
 
 if TYPE_CHECKING:
-    from hicache.cache import HiCache, Request
+    from hicache.cache import HiCache
+    from hicache.sequence import Request
 
 
 # Pages that are just being written down are not free yet; requests come one at a time, so nothing else is waited for.

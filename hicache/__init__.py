@@ -10,9 +10,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from hicache.cache import HiCache, Hit, Request, Restored
-    from hicache.errors import ConfigError, HiCacheError, StateNotCommitted, UsageError
+    from hicache.cache import HiCache
+    from hicache.errors import ConfigError, HiCacheError, RankLost, StateNotCommitted, UsageError
     from hicache.policies.prefetch import PrefetchPolicy
+    from hicache.ranks.settings import Ranks
+    from hicache.ranks.worker import RankWorker
+    from hicache.sequence import Hit, Request, Restored
     from hicache.spec import CacheSpec, HeadSplit, PagedGroup, StateField, StateGroup
 
 __all__ = [
@@ -24,6 +27,9 @@ __all__ = [
     "Hit",
     "PagedGroup",
     "PrefetchPolicy",
+    "RankLost",
+    "RankWorker",
+    "Ranks",
     "Request",
     "Restored",
     "StateField",
@@ -33,8 +39,11 @@ __all__ = [
 ]
 
 _MODULES = {
-    **dict.fromkeys(("HiCache", "Hit", "Request", "Restored"), "hicache.cache"),
-    **dict.fromkeys(("ConfigError", "HiCacheError", "StateNotCommitted", "UsageError"), "hicache.errors"),
+    "HiCache": "hicache.cache",
+    **dict.fromkeys(("ConfigError", "HiCacheError", "RankLost", "StateNotCommitted", "UsageError"), "hicache.errors"),
+    "RankWorker": "hicache.ranks.worker",
+    "Ranks": "hicache.ranks.settings",
+    **dict.fromkeys(("Hit", "Request", "Restored"), "hicache.sequence"),
     "PrefetchPolicy": "hicache.policies.prefetch",
     **dict.fromkeys(("CacheSpec", "HeadSplit", "PagedGroup", "StateField", "StateGroup"), "hicache.spec"),
 }

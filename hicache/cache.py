@@ -6,14 +6,10 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
-import numpy as np
-from numpy.typing import NDArray
-
-from hicache.connect import CAPACITY_BYTES_DEFAULT, open_l3
+from hicache.connect import CAPACITY_BYTES_DEFAULT
 from hicache.directory import Directory, DirectoryConfig
 from hicache.errors import ConfigError, UsageError
 from hicache.executor import Executor
@@ -23,72 +19,19 @@ from hicache.l3 import L3
 from hicache.loader import Load
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
 from hicache.policies.write import WritePolicy
-from hicache.pools import L1Pool, L2Pool, l2_slot_counts
-from hicache.pools.registration import registrar_for
+from hicache.pools import L1Pool, L2Pool
+from hicache.rank_memory import MemorySettings, RankMemory
+from hicache.ranks.leader import open_links
+from hicache.ranks.settings import Ranks
 from hicache.request import RequestRecord
-from hicache.slots import slot_of
+from hicache.sequence import Request, Restored
 from hicache.spec import CacheSpec
 from hicache.stats import DirectoryStats
 
 
-@dataclass(frozen=True, slots=True)
-class Hit:
-    """Tokens of the prompt that were found in this engine, by the tier that they would be loaded from."""
-
-    l1_tokens: int
-    l2_tokens: int
-
-
-@dataclass(frozen=True, slots=True)
-class Restored:
-    """The restored prefix. ``by_source`` gives tokens by ``l1``, ``l2``, ``l3`` and ``computed`` (left to compute)."""
-
-    tokens: int
-    by_source: Mapping[str, int]
-
-
-class Request:
-    """One sequence, from ``HiCache.match`` to ``HiCache.release``. Used by one thread at a time."""
-
-    def __init__(
-        self, cache: HiCache, tokens: NDArray[np.int64], keys: BlockKeys, root: bytes, record: RequestRecord
-    ) -> None:
-        self._cache = cache
-        self._keys = keys
-        self._root = root
-        self._record = record
-        self._count = len(tokens)
-        self._tail: list[int] = tokens[len(record.keys) * keys.page_tokens :].tolist()  # of the last, partial page
-        self.hit = Hit(record.local_tokens["l1"], record.local_tokens["l2"])
-        self.prefetch_deadline_s = 0.0  # by the cache's clock
-
-    @property
-    def token_count(self) -> int:
-        """Tokens of the sequence so far."""
-        return self._count
-
-    def page_table(self, group: int) -> list[int | None]:
-        """The L1 page of every page of the sequence; None where a sliding window needs none."""
-        return [None if handle is None else slot_of(handle) for handle in self._record.tables[group]]
-
-    def state_slot(self, group: int) -> int:
-        """The live L1 state slot of a state group: the request's own until it is released."""
-        if group not in self._record.live:
-            raise UsageError(f"group {group} has no live state: it is no state group, or the request is not loaded")
-        return slot_of(self._record.live[group])
-
-    def _append(self, tokens: NDArray[np.int64]) -> list[bytes]:
-        """Takes the tokens in; returns the keys of the pages that they fill."""
-        self._tail += tokens.tolist()
-        self._count += len(tokens)
-        parent = self._record.keys[-1] if self._record.keys else self._root
-        keys = self._keys.chain(self._tail, parent=parent)
-        del self._tail[: len(keys) * self._keys.page_tokens]
-        return keys
-
-
 class HiCache:
-    """The cache of one engine process (one rank). Thread-safe; requests of different threads may interleave.
+    """The cache of one engine: of its only rank, or of all of them, as the leader and the first of them. Thread-safe;
+    requests of different threads may interleave.
 
     No fault of L2, L3 or a copy raises here: it shortens what is restored, and is counted in ``stats``. UsageError
     means that the engine's own call was refused.
@@ -104,10 +47,14 @@ class HiCache:
         salt: bytes | None = None,
         prefetch: PrefetchPolicy | None = None,
         write_policy: WritePolicy | None = None,
+        ranks: Ranks | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if spec.rank_count > 1:
-            raise ConfigError("spec.tp_size * spec.pp_size", spec.rank_count, "1: HiCache drives one rank so far")
+        """Over pools of the engine's own, such as ``L1Pool.adopt``, which are those of rank 0.
+
+        Where the spec has more ranks, waits for all of them at ``ranks``. Takes ``l2`` and ``l3`` over, but for when it
+        raises: ConfigError when ranks have not come in time.
+        """
         self.spec = spec
         self.l1 = l1
         self.l2 = l2
@@ -116,23 +63,24 @@ class HiCache:
         self._salt = salt
         self._clock = clock
         self._keys = BlockKeys(spec.namespace, page_tokens=spec.page_tokens, key_hash=spec.key_hash)
-        groups = range(len(spec.groups))
+        self._links = open_links(spec, ranks, l1=l1, l2=l2, has_l3=l3 is not None)
         self._directory = Directory(
             spec,
             DirectoryConfig(
-                l1_slots=tuple(l1.slot_counts),
-                l2_slots=tuple(l2.slot_counts) if l2 is not None else tuple(0 for _ in groups),
+                *self._links.slots,
                 has_l3=l3 is not None,
+                ranks=spec.rank_count,
                 prefetch_threshold_tokens=self._prefetch_policy.threshold_tokens,
             ),
             write_policy=write_policy,
         )
         self._changed = threading.Condition(threading.RLock())
-        self._completions: deque[Completion] = deque()
+        self._inbox: deque[Callable[[], None]] = deque()  # what the directory has to be told
         self._jobs: deque[Job] = deque()
         self._pumping = False
         self._closed = False
-        self._executor = Executor(spec, l1, l2, l3, on_complete=self._on_complete)
+        self._executor = Executor(spec, l1, l2, l3, on_complete=lambda completion: self._on_complete(0, completion))
+        self._links.start(on_complete=self._on_complete, on_lost=self._on_lost)
 
     @classmethod
     def open(
@@ -150,6 +98,7 @@ class HiCache:
         device: str = "cpu",
         prefetch: PrefetchPolicy | None = None,
         write_policy: WritePolicy | None = None,
+        ranks: Ranks | None = None,
     ) -> Self:
         """Build the pools and connect to L3. Never waits for L3, nor fails when it is away.
 
@@ -157,32 +106,35 @@ class HiCache:
         process (``lmdb:///path``, ``file:///path``, of ``l3_capacity_bytes``), or None. ``salt`` keeps what the
         engine's own tenants may not share apart; ``token`` is what hicached knows the engine by.
 
-        Raises ConfigError when settings contradict each other or ask for more than there is.
+        With a spec of several ranks this is the leader and rank 0: it waits at ``ranks`` for a RankWorker of each other
+        rank. Raises ConfigError when settings contradict each other, ask for more than there is, or ranks do not come.
         """
-        _check_settings(
-            counts={"l1_pages": l1_pages, "l1_state_slots": l1_state_slots, "l2_bytes": l2_bytes},
-            texts={"l3": l3, "token": token, "device": device},
-            salt=salt,
+        if not isinstance(salt, bytes | None):
+            raise ConfigError("salt", type(salt).__name__, "bytes, or None")
+        settings = MemorySettings(
+            l1_pages=l1_pages,
+            l1_state_slots=l1_state_slots,
+            l2_bytes=l2_bytes,
+            l2_state_share=l2_state_share,
+            l3=l3,
+            l3_capacity_bytes=l3_capacity_bytes,
+            token=token,
+            device=device,
         )
-        if l3 is not None and l2_bytes == 0:
-            raise ConfigError("l2_bytes", l2_bytes, "more than 0 when l3 is set: L3 reads and writes L2 pages")
-        if spec.has_state and l1_state_slots < 1:
-            raise ConfigError("l1_state_slots", l1_state_slots, "at least 1: the model has state groups")
-        l1 = L1Pool(spec, pages=l1_pages, state_slots=l1_state_slots, device=device)
-        l2 = None
-        client: L3 | None = None
+        memory = RankMemory.open(spec, settings, rank=0)
         try:
-            if l2_bytes:
-                counts = l2_slot_counts(spec, l2_bytes, state_share=l2_state_share)
-                l2 = L2Pool(spec, counts, registrar=registrar_for(l1.device))
-            if l3 is not None and l2 is not None:
-                client = open_l3(l3, spec=spec, memory=l2, token=token, capacity_bytes=l3_capacity_bytes)
-            return cls(spec, l1=l1, l2=l2, l3=client, salt=salt, prefetch=prefetch, write_policy=write_policy)
+            return cls(
+                spec,
+                l1=memory.l1,
+                l2=memory.l2,
+                l3=memory.l3,
+                salt=salt,
+                prefetch=prefetch,
+                write_policy=write_policy,
+                ranks=ranks,
+            )
         except BaseException:
-            if client is not None:
-                client.close()
-            if l2 is not None:
-                l2.close()
+            memory.close()
             raise
 
     # -- a request ---------------------------------------------------------------------------------------------------
@@ -247,11 +199,12 @@ class HiCache:
             return Restored(pages * self.spec.page_tokens, dict(record.by_source))
 
     def _is_loaded(self, record: RequestRecord) -> bool:
-        """Load, and wait for the copies; False when L1 has no room."""
+        """Load, and wait for the copies; False when L1 has no room, or they have not ended in time."""
+        until_s = time.monotonic() + self._links.load_timeout_s
         while (progress := self._load(record)) is Load.STARTED:
             self._pump()
-            if record.loading:  # the executor completes every job, at the latest when it is closed
-                self._changed.wait()
+            if record.loading and not self._changed.wait(until_s - time.monotonic()):
+                return False
         self._pump()
         return progress is Load.DONE
 
@@ -303,6 +256,17 @@ class HiCache:
             )
             self._pump()
 
+    def step(self) -> int:
+        """Number the engine's next step, for ``RankWorker.step`` of every other rank: send it along with the step.
+
+        On every rank, what was loaded and stored before this call is done before the step is computed; what is loaded
+        and stored after it sees what the step has computed.
+        """
+        with self._changed:
+            self._check_open()
+            self._pump()
+            return self._directory.step()
+
     def release(self, request: Request) -> None:
         """The request is over, or given up at whatever point it was. Raises UsageError the second time."""
         with self._changed:
@@ -334,6 +298,7 @@ class HiCache:
                 return
             self._closed = True
             self._changed.notify_all()
+        self._links.close()
         is_memory_ours = self._executor.close()
         if self.l2 is not None and is_memory_ours:  # else hicached may still write there: the memory is left to it
             self.l2.close()
@@ -356,9 +321,15 @@ class HiCache:
         if self._closed:
             raise UsageError("the cache has been closed")
 
-    def _on_complete(self, completion: Completion) -> None:
-        """Called by the executor, from any thread."""
-        self._completions.append(completion)
+    def _on_complete(self, rank: int, completion: Completion) -> None:
+        """Called by the executor and the links, from any thread."""
+        self._inbox.append(lambda: self._directory.complete(completion, rank=rank))
+        with self._changed:
+            self._pump()
+
+    def _on_lost(self, rank: int, reason: str) -> None:
+        """Called by the links, from any thread."""
+        self._inbox.append(lambda: self._directory.lose_rank(rank, reason))
         with self._changed:
             self._pump()
 
@@ -369,25 +340,15 @@ class HiCache:
         self._pumping = True
         try:
             while True:
-                while self._completions:
-                    self._directory.complete(self._completions.popleft())
+                while self._inbox:
+                    self._inbox.popleft()()
                 self._jobs.extend(self._directory.take_jobs())
-                if not self._jobs and not self._completions:
+                if not self._jobs and not self._inbox:
                     break
                 while self._jobs:  # one that is interrupted leaves the others for the next call
-                    self._executor.submit(self._jobs.popleft())
+                    job = self._jobs.popleft()
+                    self._links.submit(job)  # first: the other ranks work on it meanwhile
+                    self._executor.submit(job)
         finally:
             self._pumping = False
         self._changed.notify_all()
-
-
-def _check_settings(*, counts: Mapping[str, object], texts: Mapping[str, object], salt: object) -> None:
-    """Raises ConfigError for what a type checker would have refused."""
-    for name, value in counts.items():
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ConfigError(name, value, "a whole number of at least 0")
-    for name, value in texts.items():
-        if not isinstance(value, str) and not (name == "l3" and value is None):
-            raise ConfigError(name, value, "text")
-    if not isinstance(salt, bytes | None):
-        raise ConfigError("salt", type(salt).__name__, "bytes, or None")

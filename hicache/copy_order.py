@@ -16,8 +16,16 @@ class CopyOrder(Protocol):
 
     name: str
 
+    def compute_here(self) -> None:
+        """From now on compute is what the calling thread asks of its current stream, whoever asks for copies."""
+        ...
+
     def mark(self) -> Mark:
         """The moment after everything that the calling thread has asked compute to do so far."""
+        ...
+
+    def run_in_compute(self, copy: Callable[[], None]) -> None:
+        """Run ``copy`` as a part of compute: after what it was asked to do, and before whatever it is asked next."""
         ...
 
     def run_after(self, mark: Mark, copy: Callable[[], None]) -> None:
@@ -37,9 +45,16 @@ class CpuOrder:
 
     name = "cpu"
 
+    def compute_here(self) -> None:
+        """See CopyOrder."""
+
     def mark(self) -> Mark:
         """See CopyOrder."""
         return None
+
+    def run_in_compute(self, copy: Callable[[], None]) -> None:
+        """See CopyOrder."""
+        copy()
 
     def run_after(self, mark: Mark, copy: Callable[[], None]) -> None:
         """See CopyOrder."""
@@ -65,12 +80,22 @@ class CudaOrder:
         self._cuda = cuda
         self._backup_stream = cuda.Stream(device)
         self._load_stream = cuda.Stream(device)
+        self._compute_stream: Any = None  # None: that of whichever thread asks
+
+    def compute_here(self) -> None:
+        """See CopyOrder."""
+        self._compute_stream = self._cuda.current_stream(self._device)
 
     def mark(self) -> Mark:
         """See CopyOrder."""
         event = self._cuda.Event()
-        event.record(self._cuda.current_stream(self._device))
+        event.record(self._compute())
         return event
+
+    def run_in_compute(self, copy: Callable[[], None]) -> None:
+        """See CopyOrder."""
+        with self._cuda.stream(self._compute()):
+            copy()
 
     def run_after(self, mark: Mark, copy: Callable[[], None]) -> None:
         """See CopyOrder."""
@@ -79,8 +104,11 @@ class CudaOrder:
     def run_before_compute(self, copy: Callable[[], None]) -> Wait | None:
         """See CopyOrder."""
         arrived = self._enqueue(self._load_stream, self.mark(), copy)
-        self._cuda.current_stream(self._device).wait_event(arrived)
+        self._compute().wait_event(arrived)
         return self._waiting_for(arrived)
+
+    def _compute(self) -> Any:  # a stream of torch.cuda
+        return self._compute_stream or self._cuda.current_stream(self._device)
 
     def _enqueue(self, stream: Any, mark: Mark, copy: Callable[[], None]) -> Any:  # streams and events of torch.cuda
         """Returns the event after ``copy``. When it raises, what it had enqueued has ended: nothing is in flight."""

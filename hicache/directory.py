@@ -88,9 +88,21 @@ class Directory:
         """The jobs emitted since the last call, in the order in which they may start."""
         return self._jobs.take()
 
-    def complete(self, completion: Completion) -> None:
-        """One rank has finished a job. Raises UsageError when it is not open."""
-        self._jobs.complete(completion)
+    def complete(self, completion: Completion, *, rank: int = 0) -> None:
+        """One rank has finished a job. Raises UsageError when it is not open there."""
+        self._jobs.complete(completion, rank=rank)
+
+    def lose_rank(self, rank: int, reason: str) -> None:
+        """A rank is gone for good, and with it a part of every page: from now on no prefix is usable. Idempotent.
+
+        What it was doing ends as a fault. Requests go on with what they have, and are otherwise answered with nothing.
+        """
+        self.stats.ranks_lost.setdefault(rank, reason)
+        self._jobs.lose(rank)
+
+    def step(self) -> int:
+        """The number of the engine's next step: after all jobs emitted so far, and before all that follow."""
+        return self._jobs.number()
 
     # -- a request ---------------------------------------------------------------------------------------------------
 
@@ -100,6 +112,8 @@ class Directory:
         ``now_s``, by any clock that goes forward, tells how long ago L3 was last asked about what matched.
         """
         prompt_pages = min(len(keys), max(0, token_count - 1) // self.spec.page_tokens)
+        if self._jobs.has_lost:
+            prompt_pages = 0
         record = RequestRecord(keys, token_count, prompt_pages, [[] for _ in self.spec.groups], {})
         pages = self.index.match(keys[:prompt_pages])
         record.keep = self.index.keep(keys, pages)
@@ -127,6 +141,8 @@ class Directory:
         live state slots then hold the snapshot of the boundary, or the empty state.
         """
         self._check_not_released(record)
+        if self._jobs.has_lost and not record.is_loaded:
+            record.prompt_pages = 0
         return self._loader.load(record)
 
     def extend(self, record: RequestRecord, *, tokens: int) -> bool:

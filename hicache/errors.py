@@ -6,6 +6,7 @@ HiCacheError
 ├── UsageError           the engine called the API in a way that would corrupt: refused before anything changed
 │   ├── HandleError      a released, stale or foreign handle was used
 │   └── StateNotCommitted  a snapshot was asked for where the state is not at a committed boundary
+├── RankLost             a rank and its leader have lost each other: the replica has to be started again
 └── BackendError         a backend cannot be opened or can no longer be used at all
     └── StorageInUse     another live process owns the directory or the socket
 """
@@ -41,6 +42,10 @@ class HandleError(UsageError):
 
 class StateNotCommitted(UsageError):
     """The live state is not at a committed page boundary, so no snapshot of it may exist."""
+
+
+class RankLost(HiCacheError):
+    """A worker and its leader have lost each other, or the worker was closed: it takes no step any more."""
 
 
 class BackendError(HiCacheError):

@@ -121,6 +121,10 @@ class Executor:
         else:
             self._lanes[kind].submit(self._transfer_task(self._transfers, job, pending))
 
+    def compute_here(self) -> None:
+        """The calling thread computes from now on: whichever thread submits a copy, it is ordered against this one."""
+        self._order.compute_here()
+
     def faults(self) -> dict[str, int]:
         """How often what went wrong since start, by a name such as ``copy.load`` or ``l3.get``. Thread-safe."""
         with self._lock:
@@ -251,7 +255,7 @@ class Executor:
             self._load(job, pending)
         elif pending.start():  # within L1: in the order of compute itself
             outcomes: list[Outcome] = []
-            self._copy(job, outcomes)
+            self._order.run_in_compute(lambda: self._copy(job, outcomes))
             pending.settle(range(len(outcomes)), outcomes)
 
     def _submit_backup(self, job: CopyJob, pending: PendingJob) -> None:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeVar
 
 from hicache.errors import UsageError
-from hicache.jobs import Completion, Job
+from hicache.jobs import Completion, CopyJob, CopyKind, Job
 from hicache.outcome import Outcome
 
 Outcomes = tuple[Outcome, ...]
@@ -18,17 +18,29 @@ JOBS_PER_BURST_MAX = 64  # so that a prompt of a million tokens does not fill th
 
 @dataclass(slots=True)
 class _Open:
-    item_count: int
-    ranks_left: int
+    items: int
+    ranks: set[int]  # that have not answered
     on_done: Callable[[Outcomes], None]
-    outcomes: list[Outcome] = field(default_factory=list)
+    outcome_if_lost: Outcome
+    outcomes: list[Outcome]  # the worst of the answers so far; empty before the first
+
+    def join(self, outcomes: Sequence[Outcome]) -> None:
+        if self.outcomes:
+            self.outcomes = [max(pair) for pair in zip(self.outcomes, outcomes, strict=True)]
+        else:
+            self.outcomes = list(outcomes)
 
 
 class JobBook:
-    """Numbers jobs and closes them. A job is done when every rank is; an item is OK when it is on every rank."""
+    """Numbers jobs and closes them. A job is done when every rank is; an item is OK when it is on every rank.
+
+    A rank that is lost answers nothing any more, and has nothing: all of its items are UNAVAILABLE. Only the emptying
+    of a state is done on those that are left, so that requests can still be answered with nothing.
+    """
 
     def __init__(self, *, ranks: int = 1) -> None:
-        self._ranks = ranks
+        self._ranks = set(range(ranks))  # that are not lost
+        self._has_lost = False
         self._next_id = 1
         self._open: dict[int, _Open] = {}
         self._outbox: list[Job] = []
@@ -38,36 +50,64 @@ class JobBook:
         """Jobs that have been emitted and not yet been completed."""
         return len(self._open)
 
-    def emit(self, make: Callable[[int], Job], on_done: Callable[[Outcomes], None], *, one_rank: bool = False) -> int:
+    @property
+    def has_lost(self) -> bool:
+        """Whether any rank is lost: then nothing is on every rank, and never will be."""
+        return self._has_lost
+
+    def emit(self, make: Callable[[int], Job], on_done: Callable[[Outcomes], None]) -> int:
         """Send ``make(job_id)`` to the executors; ``on_done`` runs once, inside ``complete``. Returns the job id."""
-        job_id = self._next_id
-        self._next_id += 1
+        job_id = self.number()
         job = make(job_id)
-        self._open[job_id] = _Open(len(job.items), 1 if one_rank else self._ranks, on_done)
+        is_reset = isinstance(job, CopyJob) and job.kind is CopyKind.RESET
+        entry = _Open(len(job.items), set(self._ranks), on_done, Outcome.OK if is_reset else Outcome.UNAVAILABLE, [])
+        if self._has_lost:
+            entry.join([entry.outcome_if_lost] * entry.items)
+        self._open[job_id] = entry
         self._outbox.append(job)
         return job_id
+
+    def number(self) -> int:
+        """The next number of the row that jobs are numbered in: after all jobs so far, and before all others."""
+        self._next_id += 1
+        return self._next_id - 1
 
     def take(self) -> list[Job]:
         """The jobs emitted since the last call, in order."""
         jobs, self._outbox = self._outbox, []
         return jobs
 
-    def complete(self, completion: Completion) -> None:
-        """One rank's answer. Raises UsageError for an unknown or finished job, or a wrong number of outcomes."""
+    def complete(self, completion: Completion, *, rank: int = 0) -> None:
+        """One rank's answer; that of a lost rank is not heard.
+
+        Raises UsageError for an unknown or finished job, a second answer, or a wrong number of outcomes.
+        """
+        if rank not in self._ranks:
+            return
         entry = self._open.get(completion.job_id)
-        if entry is None:
-            raise UsageError(f"job {completion.job_id} is not open: completed twice, or never emitted")
-        if len(completion.outcomes) != entry.item_count:
+        if entry is None or rank not in entry.ranks:
+            raise UsageError(f"job {completion.job_id} is not open on rank {rank}: completed twice, or never emitted")
+        if len(completion.outcomes) != entry.items:
             raise UsageError(
-                f"job {completion.job_id} has {entry.item_count} items, its completion {len(completion.outcomes)}"
+                f"job {completion.job_id} has {entry.items} items, its completion {len(completion.outcomes)}"
             )
-        if entry.outcomes:
-            entry.outcomes = [max(pair) for pair in zip(entry.outcomes, completion.outcomes, strict=True)]
-        else:
-            entry.outcomes = list(completion.outcomes)
-        entry.ranks_left -= 1
-        if entry.ranks_left == 0:
-            del self._open[completion.job_id]
+        self._answered(completion.job_id, entry, rank, completion.outcomes)
+
+    def lose(self, rank: int) -> None:
+        """A rank is gone for good: its part of every open job is answered for it, once. Idempotent."""
+        if rank not in self._ranks:
+            return
+        self._ranks.discard(rank)
+        self._has_lost = True
+        for job_id, entry in list(self._open.items()):
+            if rank in entry.ranks:
+                self._answered(job_id, entry, rank, [entry.outcome_if_lost] * entry.items)
+
+    def _answered(self, job_id: int, entry: _Open, rank: int, outcomes: Sequence[Outcome]) -> None:
+        entry.join(outcomes)
+        entry.ranks.discard(rank)
+        if not entry.ranks:
+            del self._open[job_id]
             entry.on_done(tuple(entry.outcomes))
 
 

@@ -37,7 +37,7 @@ class TransferItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class LookupItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """One object to ask L3 for, in all shards."""
+    """One object to ask L3 for: each rank for its own shards."""
 
     group: int
     block_key: bytes
@@ -66,7 +66,7 @@ class StoreJob(msgspec.Struct, frozen=True, tag=True):
 
 
 class LookupJob(msgspec.Struct, frozen=True, tag=True):
-    """Which objects does L3 hold, in every shard?"""
+    """Which objects does L3 hold? Each rank asks its own L3 for what it would fetch."""
 
     job_id: int
     items: tuple[LookupItem, ...]

@@ -82,7 +82,6 @@ class Prefetcher:
         self._jobs.emit(
             lambda job_id: LookupJob(job_id, items),
             lambda outcomes: self._looked_up(prefetch, parts, outcomes),
-            one_rank=True,
         )
         return prefetch
 

@@ -30,6 +30,7 @@ class DirectoryStats:
     objects: Counter[str] = field(default_factory=Counter)  # "<leg>.<outcome>", such as "fetch.corrupt"
     bytes_moved: Counter[str] = field(default_factory=Counter)  # payload bytes of the objects that went well, by leg
     skipped: Counter[str] = field(default_factory=Counter)  # backups and snapshots not taken, by reason
+    ranks_lost: dict[int, str] = field(default_factory=dict)  # why, by rank
 
     def count(self, leg: str, groups: Iterable[int], outcomes: Iterable[Outcome]) -> None:
         """Objects that went, or did not go, over ``leg``: backup, store, fetch, load, restore, snapshot, lookup, ..."""

@@ -44,7 +44,6 @@ class Transfers:
         """``offset(group, slot)`` says where a slot is in L2, and raises IndexError where there is none."""
         self._l3 = l3
         self._offset = offset
-        self._all_shards = rank.spec.shards
         self._reads = _places(rank, only_written=False)
         self._writes = _places(rank, only_written=True)
         self._batch_keys_max = batch_keys_max
@@ -63,8 +62,8 @@ class Transfers:
         self._transfer(self._l3.put, "l3.put", self._batches(job.items, self._writes, pending), pending, deadline_s)
 
     def lookup(self, job: LookupJob, pending: PendingJob, *, deadline_s: float) -> None:
-        """Ask for the items of a job in all shards of all stages: an item is OK when every shard of it is."""
-        step = max(1, self._lookup_keys_max // max(map(len, self._all_shards)))
+        """Ask for what a fetch of the same items would get: an item is OK when every shard of it is there."""
+        step = max(1, self._lookup_keys_max // max(1, *(len(places.shards) for places in self._reads.values())))
         for start in range(0, len(job.items), step):
             items = job.items[start : start + step]
             pending.settle(range(start, start + len(items)), self._look_up(items, deadline_s))
@@ -78,13 +77,14 @@ class Transfers:
         if remaining_s <= 0 or self._is_stopped:
             return [self._unbegun()] * len(items)
         try:
-            shards = [self._all_shards[item.group] for item in items]
+            shards = [self._reads[item.group].shards for item in items]
             keys = [
                 object_key(item.block_key, group=item.group, shard=shard)
                 for item, of_item in zip(items, shards, strict=True)
-                for shard in of_item
+                for shard, _, _ in of_item
             ]
-            outcomes = _checked_outcomes(self._l3.lookup(keys, timeout_s=remaining_s), len(keys))
+            found = self._l3.lookup(keys, timeout_s=remaining_s) if keys else []
+            outcomes = _checked_outcomes(found, len(keys))
         except Exception as error:
             self._fault("l3.lookup", "a lookup in L3 failed: %r", error)
             return [Outcome.IO_ERROR] * len(items)
@@ -202,11 +202,11 @@ def _checked_outcomes(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:
 
 
 def _joined(outcomes: list[Outcome], counts: Sequence[int]) -> list[Outcome]:
-    """One outcome for each item, which has ``counts[i]`` objects in a row: the worst of theirs."""
-    if len(outcomes) == len(counts):
+    """One outcome for each item, which has ``counts[i]`` objects in a row: the worst of theirs, or OK."""
+    if counts.count(1) == len(counts):
         return outcomes
     joined, start = [], 0
     for count in counts:
-        joined.append(max(outcomes[start : start + count]))
+        joined.append(max(outcomes[start : start + count], default=Outcome.OK))
         start += count
     return joined

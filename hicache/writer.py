@@ -225,7 +225,6 @@ class Writer:
         self._jobs.emit(
             lambda job_id: LookupJob(job_id, items),
             lambda outcomes: self._confirmed(path, parts, outcomes),
-            one_rank=True,
         )
 
     def _confirmed(self, path: Sequence[Node], parts: Sequence[tuple[Node, int]], outcomes: Outcomes) -> None:

@@ -16,9 +16,10 @@ from bench.demo.store_watch import StoreWatch
 from bench.tiny_engine import Busy, Generated, ScriptedDrafts, TinyEngine
 from bench.tiny_hybrid import TinyConfig, TinyHybrid
 from bench.tiny_reference import Reference, reference_generate, restored_differences
-from hicache.cache import HiCache, Request
+from hicache.cache import HiCache
 from hicache.client import ClientState, DaemonL3
 from hicache.policies.prefetch import PrefetchPolicy
+from hicache.sequence import Request
 from hicache.spec import StateGroup
 
 # Written into the rings of every live state before it is snapshotted: must be found in L1, and nowhere below.

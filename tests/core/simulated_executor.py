@@ -59,6 +59,7 @@ class SimulatedExecutor:
         self.directory = directory
         self.ranks = [Rank([{} for _ in spec.groups], [{} for _ in spec.groups]) for _ in range(ranks)]
         self.l3: dict[tuple[bytes, int, int], object] = {}
+        self.left = list(range(ranks))  # ranks that are not lost
         self.waiting: list[Task] = []
         self.done: list[Task] = []
 
@@ -87,10 +88,15 @@ class SimulatedExecutor:
         for rank in range(len(self.ranks)):
             self.l3.pop((key, group, rank), None)
 
+    def lose_rank(self, rank: int) -> None:
+        """A rank is gone with all that it was about to do."""
+        self.left.remove(rank)
+        self.waiting = [task for task in self.waiting if task.rank != rank]
+
     def collect(self) -> None:
         """Take the jobs that the directory has emitted."""
         for job in self.directory.take_jobs():
-            for rank in range(1 if isinstance(job, LookupJob) else len(self.ranks)):
+            for rank in self.left:
                 self.waiting.append(Task(rank, job, tuple(self._source(rank, job, item) for item in job.items)))
                 self._poison_targets(rank, job)
 
@@ -107,7 +113,7 @@ class SimulatedExecutor:
         task = self.waiting.pop(position)
         outcomes = tuple(self._do(task, item, fault(task.job, item)) for item in range(len(task.job.items)))
         self.done.append(task)
-        self.directory.complete(Completion(task.job.job_id, outcomes))
+        self.directory.complete(Completion(task.job.job_id, outcomes), rank=task.rank)
         self.collect()
         return task.job
 
@@ -130,8 +136,7 @@ class SimulatedExecutor:
         rank, job = self.ranks[task.rank], task.job
         if isinstance(job, LookupJob):
             item = job.items[position]
-            shards = range(len(self.ranks))
-            there = all((item.block_key, item.group, shard) in self.l3 for shard in shards)
+            there = (item.block_key, item.group, task.rank) in self.l3
             return fault or (Outcome.OK if there else Outcome.ABSENT)
         value = self._source(task.rank, job, job.items[position])
         if isinstance(job, FetchJob):

@@ -7,10 +7,11 @@ from hashlib import blake2b
 
 import torch
 
-from hicache.cache import HiCache, Request, Restored
+from hicache.cache import HiCache
 from hicache.l3 import L3
 from hicache.policies.prefetch import PrefetchPolicy
 from hicache.pools import L1Pool, L2Pool
+from hicache.sequence import Request, Restored
 from hicache.spec import CacheSpec, Group, PagedGroup, StateField, StateGroup
 from tests.core.memory_l3 import MemoryL3, Objects
 

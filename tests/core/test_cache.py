@@ -8,8 +8,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from hicache.cache import HiCache, Hit
+from hicache.cache import HiCache
 from hicache.errors import ConfigError, StateNotCommitted, UsageError
+from hicache.sequence import Hit
 from hicache.spec import CacheSpec, Group
 from tests.core.memory_l3 import Objects
 from tests.core.small_engine import ATTENTION, HYBRID, PAGE, STATE, WINDOW, Make, by_source, prompt

@@ -7,7 +7,7 @@ import random
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
-from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, rule
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
 from hicache.jobs import Job
 from hicache.outcome import Outcome
@@ -111,6 +111,12 @@ class DirectoryMachine(RuleBasedStateMachine):
     def l3_forgets(self, choice: int) -> None:
         self.world.forget_in_l3(choice)
 
+    @precondition(lambda self: self.world.config.ranks > 1)
+    @rule(choice=st.integers(0, 15))
+    def a_rank_dies_at_times(self, choice: int) -> None:
+        if choice > 12:
+            self.world.lose_rank(choice)
+
     @invariant()
     def everything_holds(self) -> None:
         if hasattr(self, "world"):
@@ -131,6 +137,7 @@ class RandomWalk:
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
         self.is_faulty = self.random.random() < 0.6
+        self.deaths_per_step = 0.01 if self.random.random() < 0.3 else 0.0
         has_l2 = self.random.random() < 0.8
         self.world = World(
             self.random.choice(MODELS),
@@ -167,6 +174,8 @@ class RandomWalk:
         world = self.world
         choice = self.random.random()
         live = self.random.choice(world.live) if world.live else None
+        if self.random.random() < self.deaths_per_step:
+            world.lose_rank(self.random.randrange(1000))
         if choice < 0.35:
             world.run(self.random.randrange(1000), self.fault() if self.random.random() < 0.3 else no_fault)
         elif live is None or (choice < 0.45 and len(world.live) < 6):
@@ -209,13 +218,16 @@ def test_the_random_lives_reach_what_they_are_for() -> None:
     """A positive control: over the seeds every tier is hit, everything fails at times, and nothing is vacuous."""
     served: dict[str, int] = {}
     objects: set[str] = set()
+    lost = 0
     for seed in range(12):
         walk = RandomWalk(seed)
         for _ in range(300):
             walk.step()
         for source, tokens in walk.world.directory.stats.tokens_by_source.items():
             served[source] = served.get(source, 0) + tokens
+        lost += len(walk.world.directory.stats.ranks_lost)
         objects |= set(walk.world.directory.stats.objects)
     assert min(served[source] for source in ("l1", "l2", "l3", "computed")) > 5 * PAGE
     legs = ("backup", "store", "fetch", "load", "restore", "snapshot", "reset")
+    assert lost > 1
     assert objects >= {f"{leg}.{outcome}" for leg in legs for outcome in ("ok", "io_error")}

@@ -104,8 +104,11 @@ class World:
         self.executor.collect()
 
     def load(self, live: Live) -> None:
+        was_loaded = live.record.is_loaded
         self.directory.load(live.record)
         self.executor.collect()
+        if self.directory.stats.ranks_lost and not was_loaded:
+            assert not live.record.loaded_pages, "a page was restored that is not on every rank"
 
     def append(self, live: Live, tokens: list[int]) -> None:
         before = len(live.record.keys)
@@ -189,6 +192,16 @@ class World:
     def lose_in_l3(self, key: bytes, group: int) -> None:
         self.executor.drop_l3(key, group)
         self.is_l3_whole = False
+
+    def lose_rank(self, choice: int) -> None:
+        """One of several ranks dies: with it, all that was found and not yet loaded."""
+        if len(self.executor.left) > 1:
+            rank = self.executor.left[1:][choice % (len(self.executor.left) - 1)]
+            self.executor.collect()
+            self.executor.lose_rank(rank)
+            self.directory.lose_rank(rank, "killed")
+            self.executor.collect()
+            self.is_l3_whole = False
 
     # -- what must hold ----------------------------------------------------------------------------------------------
 
@@ -277,8 +290,8 @@ class World:
 
     def check_published_bytes(self) -> None:
         for tier, group, entry in self.entries():
-            for rank in self.executor.ranks:
-                memory = rank.l1 if tier is Tier.L1 else rank.l2
+            for rank in self.executor.left:
+                memory = self.executor.ranks[rank].l1 if tier is Tier.L1 else self.executor.ranks[rank].l2
                 assert memory[group][slot_of(entry.handle)] == (self.truth[entry.node.key], group)
         for (key, group, _), value in self.executor.l3.items():
             assert value == (self.truth[key], group)
@@ -300,8 +313,8 @@ class World:
                 self.check_slot(group, handle, (tuple(live.tokens[:computed]), group) if computed else EMPTY)
 
     def check_slot(self, group: int, handle: int, expected: object) -> None:
-        for rank in self.executor.ranks:
-            assert rank.l1[group][slot_of(handle)] == expected
+        for rank in self.executor.left:
+            assert self.executor.ranks[rank].l1[group][slot_of(handle)] == expected
 
     def check_nodes(self) -> None:
         index = self.directory.index

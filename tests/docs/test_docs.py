@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hicache import CacheSpec, HiCache, PrefetchPolicy
+from hicache import CacheSpec, HiCache, PrefetchPolicy, Ranks, RankWorker
 from hicache.outcome import Outcome
 from hicache.stats import DirectoryStats
 
@@ -59,7 +59,7 @@ def test_the_example_of_the_readme_runs() -> None:
     assert finished.returncode == 0, finished.stderr
 
 
-def test_every_setting_of_ranks_is_documented_with_its_default_and_the_example_runs() -> None:
+def test_every_setting_of_a_replica_is_documented_with_its_default_and_the_example_runs() -> None:
     defaults = {field.name: field.default for field in fields(CacheSpec)}
     assert rows("A model on several ranks") == ["tp_size", "tp_lcm", "pp_layers"]
     assert {name for name in defaults if name.startswith(("tp_", "pp_"))} == set(rows("A model on several ranks"))
@@ -72,6 +72,28 @@ def test_every_setting_of_ranks_is_documented_with_its_default_and_the_example_r
     )
     finished = subprocess.run([sys.executable, "-c", f"{example}\n{check}"], capture_output=True, text=True, timeout=60)
     assert finished.returncode == 0, finished.stderr
+
+
+def test_every_setting_of_ranks_is_documented_with_its_default() -> None:
+    assert rows("Several ranks") == [field.name for field in fields(Ranks)]
+    for field in fields(Ranks):
+        if field.name.endswith("_s"):
+            assert f"| `{field.name}` | `{field.default}` |" in ENGINE, field.name
+
+
+def test_a_worker_takes_the_settings_of_the_leader() -> None:
+    settings = inspect.signature(HiCache.open).parameters
+    for name, parameter in inspect.signature(RankWorker.open).parameters.items():
+        if name not in ("rank", "leader"):
+            assert parameter.default == settings[name].default, name
+
+
+def test_the_example_of_several_ranks_runs(tmp_path: Path) -> None:
+    [example] = re.findall(r"```python\n(.*?)```", ENGINE, re.DOTALL)
+    (tmp_path / "ranks.py").write_text(example)
+    finished = subprocess.run([sys.executable, str(tmp_path / "ranks.py")], capture_output=True, text=True, timeout=100)
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.splitlines() == ["restored: 0", "restored: 32 lost: {}"]
 
 
 @pytest.mark.parametrize(

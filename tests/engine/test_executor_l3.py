@@ -87,7 +87,7 @@ def test_objects_go_to_l3_and_come_back_into_other_slots(rank: Rank) -> None:
     assert rank.completions.outcomes(4) == (Outcome.EXISTS,)
 
 
-def test_objects_are_named_by_shard_and_a_lookup_wants_all_shards() -> None:
+def test_objects_are_named_by_shard_and_each_rank_asks_for_its_own() -> None:
     spec = CacheSpec("m", "1", (PagedGroup("g", (0,), 2, 8, "int8"),), page_tokens=4, tp_size=2)
     completions = Completions()
     pools = [(L1Pool(spec, rank=rank, pages=2), L2Pool(spec, (8,), rank=rank)) for rank in (0, 1)]
@@ -98,7 +98,9 @@ def test_objects_are_named_by_shard_and_a_lookup_wants_all_shards() -> None:
     ranks[1].submit(store(2, 1))
     assert completions.outcomes(2) == (OK,)
     ranks[0].submit(lookup(3, 0, 1, 2))
-    assert completions.outcomes(3) == (Outcome.ABSENT, OK, Outcome.ABSENT)
+    assert completions.outcomes(3) == (OK, OK, Outcome.ABSENT)
+    ranks[1].submit(lookup(4, 0, 1, 2))
+    assert completions.outcomes(4) == (Outcome.ABSENT, OK, Outcome.ABSENT)
     for executor in ranks:
         assert executor.close()
     with pytest.raises(ConfigError, match=r"l2\.rank = 1: expected a pool of the same CacheSpec and rank as L1's, 0"):

@@ -1,0 +1,169 @@
+"""The worker's side: a rank in a process of its own, which does what the leader's directory decides."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Self
+
+from hicache.connect import CAPACITY_BYTES_DEFAULT
+from hicache.errors import ConfigError
+from hicache.executor import Executor
+from hicache.jobs import Completion, CopyJob, Job
+from hicache.l3 import L3
+from hicache.pools import L1Pool, L2Pool
+from hicache.rank_memory import MemorySettings, RankMemory
+from hicache.ranks.introduction import hello_of, introduce
+from hicache.ranks.loop import LinkLoop
+from hicache.ranks.messages import WORKER_DECODER, Done, Farewell, Pulse, Refused, ToWorker, Welcome, frame
+from hicache.ranks.peer import Peer, tick_s
+from hicache.ranks.settings import Ranks
+from hicache.ranks.step_order import StepOrder
+from hicache.spec import CacheSpec
+
+_LOG = logging.getLogger(__name__)
+_CLOSE_TIMEOUT_S = 10.0
+
+
+class RankWorker:
+    """Every rank but the first. The engine computes in it, inside of ``step``; jobs run between steps by themselves.
+
+    When the leader is gone, or has given this rank up, every wait ends, ``step`` raises RankLost, and L2 and L3 are
+    given back; the process then has to be started again together with all others of the replica.
+    """
+
+    def __init__(
+        self, spec: CacheSpec, *, rank: int, leader: Ranks, l1: L1Pool, l2: L2Pool | None, l3: L3 | None
+    ) -> None:
+        """Over pools of the engine's own, such as ``L1Pool.adopt``. Connects to the leader, and waits for its word.
+
+        Takes ``l2`` and ``l3`` over, but for when it raises: ConfigError when the leader does not answer in time, or
+        does not take this rank: it then says what differs.
+        """
+        if not 1 <= rank < spec.rank_count:
+            raise ConfigError("rank", rank, f"1 to {spec.rank_count - 1}: rank 0 is the leader's own")
+        self.spec = spec
+        self.rank = rank
+        self.l1 = l1
+        self.l2 = l2
+        self._copy_timeout_s = leader.copy_timeout_s
+        self._order = StepOrder(self._run)
+        self._executor = Executor(spec, l1, l2, l3, on_complete=self._on_complete)
+        hello = hello_of(spec, rank=rank, token=leader.token, l1=l1, l2=l2, has_l3=l3 is not None)
+        try:
+            link, welcome = introduce(leader, hello)
+        except BaseException:
+            self._executor.close()
+            raise
+        self._silence_timeout_s = welcome.silence_timeout_s
+        self._loop = LinkLoop("hicache-rank", tick_s=tick_s(self._silence_timeout_s), on_tick=self._tick)
+        self._peer: Peer[ToWorker] = Peer(
+            link, self._loop, WORKER_DECODER, on_message=self._on_message, on_end=self._on_end
+        )
+        self._thread = threading.Thread(target=self._work, name="hicache-rank-work", daemon=True)
+        self._is_over = threading.Event()
+        self._reason = ""
+        self._loop.start()
+        self._thread.start()
+
+    @classmethod
+    def open(
+        cls,
+        spec: CacheSpec,
+        *,
+        rank: int,
+        leader: Ranks,
+        l1_pages: int,
+        l1_state_slots: int = 0,
+        l2_bytes: int = 0,
+        l2_state_share: float = 0.25,
+        l3: str | None = None,
+        l3_capacity_bytes: int = CAPACITY_BYTES_DEFAULT,
+        token: str = "",
+        device: str = "cpu",
+    ) -> Self:
+        """Build the pools, connect to L3 and to the leader. Settings as in ``HiCache.open`` on the leader."""
+        settings = MemorySettings(
+            l1_pages=l1_pages,
+            l1_state_slots=l1_state_slots,
+            l2_bytes=l2_bytes,
+            l2_state_share=l2_state_share,
+            l3=l3,
+            l3_capacity_bytes=l3_capacity_bytes,
+            token=token,
+            device=device,
+        )
+        memory = RankMemory.open(spec, settings, rank=rank)
+        try:
+            return cls(spec, rank=rank, leader=leader, l1=memory.l1, l2=memory.l2, l3=memory.l3)
+        except BaseException:
+            memory.close()
+            raise
+
+    @contextmanager
+    def step(self, step: int) -> Iterator[None]:
+        """Compute in this block: the step that the leader's ``HiCache.step`` has given this number.
+
+        Every job that the leader emitted before it has run when the block begins, in this thread; every job that it
+        emits later waits until the block ends. Raises UsageError for a step out of order, and RankLost.
+        """
+        self._order.begin(step, timeout_s=self._copy_timeout_s)
+        try:
+            self._executor.compute_here()
+            yield
+        finally:
+            self._order.end()
+
+    def wait(self, timeout_s: float | None = None) -> str | None:
+        """Wait until it is over: the reason, or None when it is not over by then."""
+        return self._reason if self._is_over.wait(timeout_s) else None
+
+    def close(self) -> None:
+        """Leave the replica, which is over then, and free L2. Idempotent. No tensor of ``l2`` may be used after."""
+        self._peer.send(frame(Farewell("the worker was closed")))
+        self._order.close("the worker was closed")
+        self._thread.join(_CLOSE_TIMEOUT_S)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _on_message(self, message: ToWorker) -> None:
+        """In the loop's thread: what L3 does needs no place in the order, and does not wait for a long step."""
+        if isinstance(message, Welcome | Refused | Pulse | Farewell):
+            self._peer.end(f"it says {type(message).__name__} out of turn")
+        elif isinstance(message, CopyJob):
+            self._order.add(message.job_id, message)
+        else:
+            self._executor.submit(message)
+            self._order.add(message.job_id, None)
+
+    def _run(self, job: Job) -> None:
+        self._executor.submit(job)
+
+    def _on_complete(self, completion: Completion) -> None:
+        self._peer.send(frame(Done(completion)))
+
+    def _on_end(self, reason: str) -> None:
+        self._order.close(f"rank {self.rank} and its leader have lost each other: {reason}")
+
+    def _tick(self, now_s: float) -> None:
+        self._peer.tick(now_s, silence_timeout_s=self._silence_timeout_s)
+
+    def _work(self) -> None:
+        """Run jobs between steps until it is over; then give everything back."""
+        self._reason = self._order.work()
+        level = logging.INFO if self._peer.said_farewell else logging.WARNING
+        _LOG.log(level, "rank %d is over: %s", self.rank, self._reason)
+        self._loop.stop(timeout_s=_CLOSE_TIMEOUT_S)
+        self._peer.end(self._reason)
+        if self._executor.close() and self.l2 is not None:  # else hicached may still write there: it is left to it
+            self.l2.close()
+        self._is_over.set()
