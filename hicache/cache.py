@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
@@ -63,23 +64,24 @@ class HiCache:
         self._salt = salt
         self._clock = clock
         self._keys = BlockKeys(spec.namespace, page_tokens=spec.page_tokens, key_hash=spec.key_hash)
-        self._links = open_links(spec, ranks, l1=l1, l2=l2, has_l3=l3 is not None)
-        self._directory = Directory(
-            spec,
-            DirectoryConfig(
-                *self._links.slots,
-                has_l3=l3 is not None,
-                ranks=spec.rank_count,
-                prefetch_threshold_tokens=self._prefetch_policy.threshold_tokens,
-            ),
-            write_policy=write_policy,
-        )
         self._changed = threading.Condition(threading.RLock())
         self._inbox: deque[Callable[[], None]] = deque()  # what the directory has to be told
         self._jobs: deque[Job] = deque()
         self._pumping = False
         self._closed = False
         self._executor = Executor(spec, l1, l2, l3, on_complete=lambda completion: self._on_complete(0, completion))
+        with ExitStack() as undo:
+            undo.callback(self._executor.close)
+            self._links = open_links(spec, ranks, l1=l1, l2=l2, has_l3=l3 is not None)
+            undo.callback(self._links.close)
+            config = DirectoryConfig(
+                *self._links.slots,
+                has_l3=l3 is not None,
+                ranks=spec.rank_count,
+                prefetch_threshold_tokens=self._prefetch_policy.threshold_tokens,
+            )
+            self._directory = Directory(spec, config, write_policy=write_policy)
+            undo.pop_all()
         self._links.start(on_complete=self._on_complete, on_lost=self._on_lost)
 
     @classmethod

@@ -77,10 +77,10 @@ class Transfers:
         if remaining_s <= 0 or self._is_stopped:
             return [self._unbegun()] * len(items)
         try:
-            shards = [self._reads[item.group].shards for item in items]
+            parts = [self._reads[item.group].shards for item in items]
             keys = [
                 object_key(item.block_key, group=item.group, shard=shard)
-                for item, of_item in zip(items, shards, strict=True)
+                for item, of_item in zip(items, parts, strict=True)
                 for shard, _, _ in of_item
             ]
             found = self._l3.lookup(keys, timeout_s=remaining_s) if keys else []
@@ -203,7 +203,7 @@ def _checked_outcomes(outcomes: Sequence[Outcome], count: int) -> list[Outcome]:
 
 def _joined(outcomes: list[Outcome], counts: Sequence[int]) -> list[Outcome]:
     """One outcome for each item, which has ``counts[i]`` objects in a row: the worst of theirs, or OK."""
-    if counts.count(1) == len(counts):
+    if len(outcomes) == len(counts) and 0 not in counts:
         return outcomes
     joined, start = [], 0
     for count in counts:

@@ -59,23 +59,8 @@ def test_the_example_of_the_readme_runs() -> None:
     assert finished.returncode == 0, finished.stderr
 
 
-def test_every_setting_of_a_replica_is_documented_with_its_default_and_the_example_runs() -> None:
-    defaults = {field.name: field.default for field in fields(CacheSpec)}
-    assert rows("A model on several ranks") == ["tp_size", "tp_lcm", "pp_layers"]
-    assert {name for name in defaults if name.startswith(("tp_", "pp_"))} == set(rows("A model on several ranks"))
-    for name in rows("A model on several ranks"):
-        assert f"| `{name}` | `{defaults[name]}` |" in ENGINE
-    section = ENGINE.split("## A model on several ranks", 1)[1].split("\n## ", 1)[0]
-    example = textwrap.dedent("\n".join(line for line in section.splitlines() if line.startswith("    ")))
-    check = (
-        "assert (rank.groups[0].layers[0], rank.groups[0].heads) == (27, 1)\nassert not rank.shards[0][0].is_written"
-    )
-    finished = subprocess.run([sys.executable, "-c", f"{example}\n{check}"], capture_output=True, text=True, timeout=60)
-    assert finished.returncode == 0, finished.stderr
-
-
-def test_every_setting_of_ranks_is_documented_with_its_default() -> None:
-    assert rows("Several ranks") == [field.name for field in fields(Ranks)]
+def test_every_setting_of_rank_processes_is_documented_with_its_default() -> None:
+    assert rows("Rank processes") == [field.name for field in fields(Ranks)]
     for field in fields(Ranks):
         if field.name.endswith("_s"):
             assert f"| `{field.name}` | `{field.default}` |" in ENGINE, field.name
@@ -88,12 +73,27 @@ def test_a_worker_takes_the_settings_of_the_leader() -> None:
             assert parameter.default == settings[name].default, name
 
 
-def test_the_example_of_several_ranks_runs(tmp_path: Path) -> None:
+def test_the_example_of_rank_processes_runs(tmp_path: Path) -> None:
     [example] = re.findall(r"```python\n(.*?)```", ENGINE, re.DOTALL)
     (tmp_path / "ranks.py").write_text(example)
     finished = subprocess.run([sys.executable, str(tmp_path / "ranks.py")], capture_output=True, text=True, timeout=100)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.splitlines() == ["restored: 0", "restored: 32 lost: {}"]
+
+
+def test_every_setting_of_ranks_is_documented_with_its_default_and_the_example_runs() -> None:
+    defaults = {field.name: field.default for field in fields(CacheSpec)}
+    assert rows("A model on several ranks") == ["tp_size", "tp_lcm", "pp_layers"]
+    assert {name for name in defaults if name.startswith(("tp_", "pp_"))} == set(rows("A model on several ranks"))
+    for name in rows("A model on several ranks"):
+        assert f"| `{name}` | `{defaults[name]}` |" in ENGINE
+    section = ENGINE.split("## A model on several ranks", 1)[1].split("\n## ", 1)[0]
+    example = textwrap.dedent("\n".join(line for line in section.splitlines() if line.startswith("    ")))
+    check = (
+        "assert (rank.groups[0].layers[0], rank.groups[0].heads) == (27, 1)\nassert not rank.shards[0][0].is_written"
+    )
+    finished = subprocess.run([sys.executable, "-c", f"{example}\n{check}"], capture_output=True, text=True, timeout=60)
+    assert finished.returncode == 0, finished.stderr
 
 
 @pytest.mark.parametrize(
