@@ -175,7 +175,7 @@ class Replica:
         return self.over_ranks(lambda job: StoreJob(job, self._transfers(l2_slots)))
 
     def lookup(self, *, count: int) -> list[Outcome]:
-        """Outcomes of all groups of ``count`` pages."""
+        """Outcomes of all groups of ``count`` pages: every rank asks for what it would read."""
         keys = self.keys(count)
         items = tuple(LookupItem(group, key) for group in range(len(self.spec.groups)) for key in keys)
         return self.over_ranks(lambda job: LookupJob(job, items))
