@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from bench.daemon_process import BenchError
 from bench.rank_patterns import Slot, bytes_of_slots, compute, differing, seed_of
 from bench.rank_process import RankProcess, WorkerSettings
 from hicache.cache import HiCache
+from hicache.outcome import Outcome
 from hicache.policies.prefetch import PrefetchPolicy
 from hicache.ranks.settings import Ranks
 from hicache.ranks.worker import RankWorker
 from hicache.sequence import Request, Restored
 from hicache.spec import CacheSpec, PagedGroup
 
+L3_TIMEOUT_S = 30.0
 _OF_HICACHE_ALONE = ("prefetch", "write_policy", "salt")
 
 
 class Replica:
     """Rank 0 and the leader here, every other rank in a process of its own. ``settings`` are those of HiCache.open.
 
-    ``of_rank`` gives a rank other settings than the rest, such as another ``l3``.
+    ``of_rank`` gives a rank other settings than the rest, such as another ``l3``. Ranks connect to L3 in the background,
+    so that it would be a miss at first: ``waits_for_l3`` waits until it answers every rank.
     """
 
     def __init__(
@@ -30,6 +35,7 @@ class Replica:
         ranks: Ranks,
         *,
         of_rank: dict[int, dict[str, Any]] | None = None,
+        waits_for_l3: bool = True,
         **settings: Any,  # as different as the settings are
     ) -> None:
         self.spec = spec
@@ -44,6 +50,8 @@ class Replica:
             self.cache = HiCache.open(spec, ranks=ranks, **own_settings)
             for worker in self.workers:
                 worker.ready()
+            if waits_for_l3 and self.cache.l3 is not None:
+                self.on_all(wait_for_l3)
         except BaseException:
             self.kill()
             raise
@@ -155,6 +163,16 @@ class Replica:
 def ranks_in(folder: Path, **settings: Any) -> Ranks:  # as different as the settings are
     """A meeting point in a folder."""
     return Ranks(f"unix://{folder}/ranks.sock", **settings)
+
+
+def wait_for_l3(rank: HiCache | RankWorker) -> None:
+    """Runs on every rank."""
+    assert rank.l3 is not None
+    until_s = time.monotonic() + L3_TIMEOUT_S
+    while rank.l3.lookup([bytes(36)], timeout_s=1.0) != [Outcome.ABSENT]:
+        if time.monotonic() > until_s:
+            raise BenchError(f"L3 has not answered a rank within {L3_TIMEOUT_S:g} s")
+        time.sleep(0.005)
 
 
 def compute_in_step(worker: RankWorker, step: int, slots: Sequence[Slot]) -> None:

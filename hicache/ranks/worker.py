@@ -49,6 +49,7 @@ class RankWorker:
         self.rank = rank
         self.l1 = l1
         self.l2 = l2
+        self.l3 = l3
         self._copy_timeout_s = leader.copy_timeout_s
         self._order = StepOrder(self._run)
         self._executor = Executor(spec, l1, l2, l3, on_complete=self._on_complete)

@@ -121,6 +121,38 @@ def test_a_load_writes_after_the_last_reader_and_before_the_next(cuda: CudaDoubl
     ]
 
 
+def test_copies_of_another_thread_keep_their_place_in_the_stream_that_computes(
+    cuda: CudaDouble, order: CudaOrder
+) -> None:
+    model = _Stream(cuda, "model")
+    with cuda.stream(model):
+        order.compute_here()
+        cuda.launch("write state")
+
+    def between_steps() -> None:
+        order.run_in_compute(lambda: cuda.launch("copy state"))
+        order.run_after(order.mark(), lambda: cuda.launch("read copy"))
+        order.run_before_compute(lambda: cuda.launch("write page"))
+
+    thread = threading.Thread(target=between_steps)
+    thread.start()
+    thread.join(WAIT_S)
+    assert cuda.log == [
+        "model: write state",
+        "model: copy state",
+        "model: record 0",
+        "backup: wait 0",
+        "backup: read copy",
+        "backup: record 1",
+        "host: wait 1",
+        "model: record 2",
+        "load: wait 2",
+        "load: write page",
+        "load: record 3",
+        "model: wait 3",
+    ]
+
+
 def test_a_copy_that_raises_leaves_nothing_in_flight(cuda: CudaDouble, order: CudaOrder) -> None:
     def copy() -> None:
         cuda.launch("first page")

@@ -157,7 +157,7 @@ def test_br_139_a_leg_that_fails_on_one_rank_leaves_no_half_of_a_prefix_on_any(
 
 def test_l3_that_is_away_for_one_rank_is_a_miss_for_all(make: MakeReplica, tmp_path: Path) -> None:
     l3 = stored(make, tmp_path, 4)
-    replica = make(TP2, l3=l3, of_rank={1: {"l3": f"unix://{tmp_path}/nobody.sock"}})
+    replica = make(TP2, l3=l3, waits_for_l3=False, of_rank={1: {"l3": f"unix://{tmp_path}/nobody.sock"}})
     assert replica.serve(prompt(4)).tokens == 0
     replica.settle()
     assert replica.cache.stats.objects["lookup.unavailable"] > 0
@@ -206,8 +206,11 @@ def test_a_late_answer_of_a_living_rank_is_waited_for(make: MakeReplica, tmp_pat
     faults.assert_nothing_leaked(replica.cache)
 
 
-def test_a_worker_whose_leader_dies_ends_its_waits_and_gives_its_memory_back(tmp_path: Path) -> None:
-    ranks = ranks_in(tmp_path, start_timeout_s=60.0)
+@pytest.mark.parametrize("ending", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_worker_whose_leader_dies_ends_its_waits_and_gives_its_memory_back(
+    ending: signal.Signals, tmp_path: Path
+) -> None:
+    ranks = ranks_in(tmp_path, start_timeout_s=60.0, silence_timeout_s=3.0)
     sizes = {"l1_pages": 8, "l1_state_slots": 8, "l2_bytes": 1 << 20}
     leader, worker = (RankProcess(WorkerSettings(TP2, rank, ranks, sizes)) for rank in (0, 1))
     try:
@@ -216,7 +219,7 @@ def test_a_worker_whose_leader_dies_ends_its_waits_and_gives_its_memory_back(tmp
         worker.ask(faults.open_things)
         assert any("hicache-l2" in name for name in worker.answer())
         worker.ask(faults.try_step, 7)  # waits for jobs that will never come
-        leader.signal(signal.SIGKILL)
+        leader.signal(ending)
         with pytest.raises(BenchError, match="RankLost"):
             worker.answer()
         worker.ask(faults.why_over)
