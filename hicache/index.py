@@ -235,6 +235,8 @@ class Index:
 
         O(pages that are held now and were not before, or the reverse).
         """
+        if not self._pending:
+            return
         pending, self._pending = self._pending, {}
         for node, change in sorted(pending.items(), key=lambda item: -item[1]):  # what comes first, what goes after
             self._count_hold(node, change)

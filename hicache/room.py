@@ -213,9 +213,14 @@ class Room:
 
     def _evict(self, entry: Entry) -> None:
         self.evicted[entry.tier][entry.group] += 1
-        if self.is_unwritten(entry) and not (entry.tier is Tier.L2 and entry.node.masks[Tier.L1] >> entry.group & 1):
-            self._lost[self._lost_names[entry.tier][entry.group]] += self._page_tokens
+        if not entry.node.in_l3 >> entry.group & 1:
+            self._count_lost(entry)
         self._tree.retract(entry)
+
+    def _count_lost(self, entry: Entry) -> None:
+        is_in_l1 = entry.tier is Tier.L2 and entry.node.masks[Tier.L1] >> entry.group & 1
+        if self.is_unwritten(entry) and not is_in_l1:
+            self._lost[self._lost_names[entry.tier][entry.group]] += self._page_tokens
 
     @staticmethod
     def _subtree(node: Node) -> list[Node]:
@@ -232,9 +237,9 @@ class Room:
 
     def _is_kept(self, node: Node) -> bool:
         """Whether something of it is in use, or spared."""
-        if self._is_busy(node):
-            return True
-        return not self._may_lose and any(
+        if self._may_lose:
+            return self._is_busy(node)
+        return self._is_busy(node) or any(
             self.is_unwritten(entry) for entries in node.entries for entry in entries if entry is not None
         )
 

@@ -93,16 +93,17 @@ class Writer:
         for node in path:
             if not self._is_parent_below(node):
                 break
-            wanted = self._lacking_below(node)
+            wanted = node.masks[Tier.L1] & ~(node.masks[Tier.L2] | node.copying | node.in_l3)
             if wanted:
                 copy = self._prepare(node, wanted, is_bound_for_l3=True)
                 if copy is None:
                     self._stats.skipped["backup.no_host_capacity"] += 1
                     break
                 copies.append(copy)
-            if self._unstored(node):
+            unstored = node.masks[Tier.L2] & ~(node.in_l3 | node.storing)
+            if unstored:
                 stores.append(node)
-            if self._is_write_back and (wanted or self._unstored(node)):
+            if self._is_write_back and (wanted or unstored):
                 self._bound.add(node)
             done += 1
         self._copy_down(copies)
@@ -111,7 +112,8 @@ class Writer:
 
     def demote(self, node: Node) -> bool:
         """Copy to L2, and no further, what of a page that is to be evicted from L1 is not below. False without room."""
-        copy = self._prepare(node, self._lacking_below(node), is_bound_for_l3=False)
+        wanted = node.masks[Tier.L1] & ~(node.masks[Tier.L2] | node.copying | node.in_l3)
+        copy = self._prepare(node, wanted, is_bound_for_l3=False)
         if copy is not None:
             self._copy_down([copy])
         return copy is not None
@@ -142,11 +144,6 @@ class Writer:
         """Whether L3 neither has, nor is about to get, what a page after ``node`` needs of it."""
         full = self._index.rule.full_mask
         return (node.in_l3 | node.storing) & full != full
-
-    @staticmethod
-    def _lacking_below(node: Node) -> int:
-        """The groups of ``node`` that are in L1, and neither below nor on their way there."""
-        return node.masks[Tier.L1] & ~(node.masks[Tier.L2] | node.copying | node.in_l3)
 
     def _is_parent_below(self, node: Node) -> bool:
         parent, full = node.parent, self._index.rule.full_mask
@@ -289,7 +286,7 @@ class Writer:
             node.storing &= ~bit
             if outcome.is_ok:
                 self._index.stored(node, bit)
-            else:
+            elif self._is_write_back:
                 self._pause(Tier.L2)
             self._index.unpin(entry)
         self._send_queued()

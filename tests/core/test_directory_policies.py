@@ -488,4 +488,7 @@ def test_without_l3_write_back_makes_l2_the_place_of_what_l1_has_no_room_for() -
         world.serve(prompt(3, seed=number), patient=True)
         world.check()
     assert world.directory.stats.tokens_lost == {}  # L2 is the lowest tier: what it evicts had been written
+    world.directory.flush()
+    assert world.directory.take_jobs() == []
+    assert world.directory.is_all_written
     world.wind_up()
