@@ -143,7 +143,7 @@ def run_engine(connection: Connection, side: Side) -> None:
     assert isinstance(cache.l3, DaemonL3)
     puts = HeldPuts(cache.l3)
     handing_over = HandingOver(cache)
-    engine = TinyEngine(model, handing_over, chunk_tokens=64, state_interval_tokens=32)  # type: ignore[arg-type]
+    engine = TinyEngine(model, handing_over, chunk_tokens=64)  # type: ignore[arg-type]
     with cache:
         connection.send("ready")
         while True:

@@ -105,14 +105,24 @@ class PoisonedL1:
             self.poison(live=request)
         return restored
 
-    def store(self, request: Request, *, computed: int, state_at: int | None = None, state_pending: int = 0) -> None:
+    def store(
+        self,
+        request: Request,
+        *,
+        computed: int,
+        state_at: int | None = None,
+        state_pending: int = 0,
+        **options: Any,  # Any: whatever HiCache.store takes
+    ) -> None:
         """See HiCache.store."""
         if state_at is None or state_pending:
             self.poison(live=request)
-            self._cache.store(request, computed=computed, state_at=state_at, state_pending=state_pending)
+            self._cache.store(request, computed=computed, state_at=state_at, state_pending=state_pending, **options)
             return
         self.poison(live=None)
-        self._cache.store(request, computed=computed, state_at=state_at)
+        self._cache.store(request, computed=computed, state_at=state_at, **options)
+        if options.get("donate"):
+            return  # the slot is the snapshot, poison and all
         for index, name in self._poison:
             self._cache.l1.state[index][name][:, request.state_slot(index)] = 0  # the ring goes on, empty
 
@@ -158,7 +168,7 @@ def test_no_transient_byte_is_in_l2_or_l3_after_speculative_decode_with_poison_i
         connected = getattr(cache.l3, "wait_ready", lambda timeout_s: True)
         assert connected(timeout_s=20)
         poisoned = PoisonedL1(cache)
-        engine = TinyEngine(model, poisoned, chunk_tokens=64, state_interval_tokens=16)  # type: ignore[arg-type]
+        engine = TinyEngine(model, poisoned, chunk_tokens=64)  # type: ignore[arg-type]
         for prompt in [*prompts, *prompts]:
             serve_with_drafts(engine, prompt)
         assert cache.flush(timeout_s=60)

@@ -48,7 +48,7 @@ class Rig:
         self.model = model
         self.cache = cache
         self.width = width
-        self.engine = TinyEngine(model, cache, chunk_tokens=PAGE, state_interval_tokens=PAGE)
+        self.engine = TinyEngine(model, cache)
         self.truth = computed(model.config, LENGTH)
         self.refused = 0
 
