@@ -272,8 +272,10 @@ class Directory:
         self._keep_up()
 
     def hand_over(self, record: RequestRecord) -> Handover:
-        """Bring what the request has published to L3. Raises UsageError unless it is loaded."""
-        self._check_loaded(record)
+        """Bring what the request has published to L3. Raises UsageError before its load and after its release."""
+        self._check_not_released(record)
+        if not record.is_loaded:
+            raise UsageError("the request is not loaded: nothing of it has been stored")
         return Handover(self.index, self._writer, record.keys[: record.published_pages])
 
     def release(self, record: RequestRecord) -> None:

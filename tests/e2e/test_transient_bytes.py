@@ -111,17 +111,17 @@ class PoisonedL1:
         computed: int,
         state_at: int | None = None,
         state_pending: int = 0,
-        donate: bool = False,
+        **options: Any,  # Any: whatever HiCache.store takes
     ) -> None:
         """See HiCache.store."""
         if state_at is None or state_pending:
             self.poison(live=request)
-            self._cache.store(request, computed=computed, state_at=state_at, state_pending=state_pending)
+            self._cache.store(request, computed=computed, state_at=state_at, state_pending=state_pending, **options)
             return
         self.poison(live=None)
-        self._cache.store(request, computed=computed, state_at=state_at, donate=donate)
-        if donate:
-            return
+        self._cache.store(request, computed=computed, state_at=state_at, **options)
+        if options.get("donate"):
+            return  # the slot is the snapshot, poison and all
         for index, name in self._poison:
             self._cache.l1.state[index][name][:, request.state_slot(index)] = 0  # the ring goes on, empty
 
