@@ -88,7 +88,7 @@ class Transfers:
         except Exception as error:
             self._fault("l3.lookup", "a lookup in L3 failed: %r", error)
             return [Outcome.IO_ERROR] * len(items)
-        return _joined(outcomes, [len(of_item) for of_item in shards])
+        return _joined(outcomes, [len(of_item) for of_item in parts])
 
     def _unbegun(self) -> Outcome:
         return Outcome.CANCELLED if self._is_stopped else Outcome.DEADLINE
