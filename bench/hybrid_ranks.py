@@ -123,7 +123,7 @@ def _replica(spec: CacheSpec, address: str, folder: Path, workload: _Workload) -
         ranks_in(folder),
         l1_pages=workload.pages + 8,
         l1_state_slots=8,
-        l2_bytes=3 * workload.pages * slot_bytes,  # two prompts, and what is on its way to L3 is not in the way
+        l2_bytes=3 * max(workload.pages, 8) * slot_bytes,  # two prompts, and what is on its way to L3 is not in the way
         l3=address,
         token=TOKEN,
     )

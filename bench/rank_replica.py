@@ -25,8 +25,8 @@ _OF_HICACHE_ALONE = ("prefetch", "write_policy", "salt")
 class Replica:
     """Rank 0 and the leader here, every other rank in a process of its own. ``settings`` are those of HiCache.open.
 
-    ``of_rank`` gives a rank other settings than the rest, such as another ``l3``. Ranks connect to L3 in the background,
-    so that it would be a miss at first: ``waits_for_l3`` waits until it answers every rank.
+    ``of_rank`` gives a rank other settings than the rest, such as another ``l3``. Ranks connect to L3 in the
+    background, so that it would be a miss at first: ``waits_for_l3`` waits until it answers every rank.
     """
 
     def __init__(

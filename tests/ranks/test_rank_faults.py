@@ -15,6 +15,7 @@ from bench.rank_process import RankProcess, WorkerSettings
 from bench.rank_replica import compute_in_step, ranks_in
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy
 from hicache.ranks.worker import RankWorker
+from hicache.spec import CacheSpec
 from tests.ranks import faults
 from tests.ranks.conftest import PAGE, MakeReplica, prompt, spec_of
 
@@ -22,11 +23,11 @@ TP2 = spec_of(2)
 L3 = "file://{}/l3?shared=1"
 
 
-def stored(make: MakeReplica, folder: Path, pages: int, *, seed: int = 0) -> str:
+def stored(make: MakeReplica, folder: Path, pages: int, *, spec: CacheSpec = TP2) -> str:
     """L3 has a prompt, from a replica that is gone."""
     l3 = L3.format(folder)
-    writer = make(TP2, l3=l3)
-    writer.serve(prompt(pages, seed=seed))
+    writer = make(spec, l3=l3)
+    writer.serve(prompt(pages))
     writer.settle()
     writer.close()
     return l3
@@ -152,6 +153,28 @@ def test_br_139_a_leg_that_fails_on_one_rank_leaves_no_half_of_a_prefix_on_any(
     replica.cache.release(request)
     replica.settle()  # a snapshot counts when every rank has taken it
     assert replica.serve(tokens).by_source["l1"] == 4 * PAGE
+    faults.assert_nothing_leaked(replica.cache)
+
+
+def test_br_045_stages_agree_on_what_the_one_with_less_in_l3_has(make: MakeReplica, tmp_path: Path) -> None:
+    spec = spec_of(1, (2, 3))
+    replica = make(spec, l3=stored(make, tmp_path, 6, spec=spec))
+    tokens = prompt(6)
+    request = replica.cache.match(tokens)
+    replica.on_one(1, faults.fail_gets, set(request._record.keys[4:]))
+    replica.on_one(0, faults.hold, "l3.get", tmp_path)  # the other stage is done long before
+    replica.cache.prefetch(request)
+    faults.wait_until_reached("l3.get", tmp_path)
+    aborted = replica.cache.match(tokens)
+    replica.cache.prefetch(aborted)
+    replica.cache.release(aborted)
+    faults.let_go("l3.get", tmp_path)
+    assert replica.cache.wait(request)
+    restored = replica.cache.load(request, timeout_s=20)
+    assert restored is not None
+    assert restored.tokens == 4 * PAGE
+    assert not replica.differing(request, tokens, restored.tokens)
+    replica.cache.release(request)
     faults.assert_nothing_leaked(replica.cache)
 
 

@@ -113,6 +113,6 @@ def test_a_leader_of_several_ranks_says_what_it_needs() -> None:
         HiCache.open(spec_of(2), l1_pages=8, l1_state_slots=8)
     with pytest.raises(ConfigError, match="rank = 0"):
         RankWorker.open(spec_of(2), rank=0, leader=Ranks("unix:///nowhere"), l1_pages=8, l1_state_slots=8)
+    nowhere = Ranks("unix:///nowhere", start_timeout_s=0.1)
     with pytest.raises(ConfigError, match=r"leader.address = 'unix:///nowhere'.*waits for its ranks"):
-        nowhere = Ranks("unix:///nowhere", start_timeout_s=0.1)
         RankWorker.open(spec_of(2), rank=1, leader=nowhere, l1_pages=8, l1_state_slots=8, l2_bytes=1 << 20)
