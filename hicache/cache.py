@@ -371,10 +371,15 @@ class HiCache:
         """
         deadline_s = self._clock() + timeout_s
         with self._changed:
-            self._directory.flush()
-            self._pump()
-            is_idle = self._wait_while(lambda: self._directory.open_jobs > 0, deadline_s=deadline_s)
-            return is_idle and self._directory.is_all_written
+            stored = -1
+            while stored != (stored := self.stats.bytes_moved["store"]):  # as long as more is written each time
+                self._directory.flush()
+                self._pump()
+                if not self._wait_while(lambda: self._directory.open_jobs > 0, deadline_s=deadline_s):
+                    return False
+                if self._directory.is_all_written:
+                    return True
+            return False
 
     def _wait_while(self, is_under_way: Callable[[], bool], *, deadline_s: float) -> bool:
         """False when it still is at the deadline."""
