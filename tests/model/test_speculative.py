@@ -142,7 +142,7 @@ def test_br_139_every_pattern_of_accepted_drafts_restores_from_every_tier_as_if_
     model = model_of(dataclasses.replace(BASE, ring_tokens=ring))
     settings = {
         "l1_pages": 12,
-        "l1_state_slots": 4,
+        "l1_state_slots": 6,
         "l2_bytes": 48 << 20,
         "l3": f"file://{tmp_path}/store",
         "l3_capacity_bytes": 1 << 30,
@@ -152,6 +152,7 @@ def test_br_139_every_pattern_of_accepted_drafts_restores_from_every_tier_as_if_
     with HiCache.open(model.spec(), **settings) as cache:  # type: ignore[arg-type]  # by name
         rig = Rig(model, cache, width)
         for pattern in patterns(width, rounds):
+            assert cache.flush(timeout_s=60), "a slot that is still being written down has no room for a snapshot"
             boundaries[pattern] = rig.serve(pattern)
             rig.check(pattern, boundaries[pattern], tier="l1")
         assert cache.flush(timeout_s=60)
