@@ -343,12 +343,8 @@ class Directory:
             raise UsageError("the request has been released already")
 
     def _check_running(self, record: RequestRecord) -> None:
-        self._check_loaded(record)
-        if record.donated:
+        if record.donated and not record.released:
             raise UsageError("the request has donated its state: it can only be released")
-
-    @staticmethod
-    def _check_loaded(record: RequestRecord) -> None:
         if record.released or not record.is_loaded:
             state = "released" if record.released else "not loaded"
             raise UsageError(f"the request is {state}: extend and store come between load and release")
