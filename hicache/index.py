@@ -8,21 +8,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from hicache.node import Entry, Keep, Node, Tier
 from hicache.policies.eviction import EvictionPolicy, Lru
 from hicache.prefix import PrefixRule
-from hicache.slots import SlotPool
+from hicache.room import Room
 from hicache.spec import CacheSpec
-
-_DEPTH_BITS = 24
 
 
 class Index:
-    """Owns nodes, entries and slot pools; keeps children from being stranded.
+    """Owns nodes, entries and holds; what may be evicted to make room, and goes then, is up to ``Room``.
 
-    An entry of a full-attention group is the last one of its kind when the page has no copy in the other tier. It goes
-    only after everything below the page has gone, and then the whole page goes: the rest could not be reached.
-
-    So whoever keeps a page keeps the way to it: a hold on the deepest page of a path protects the path. Holds are
-    noted, and go up the tree only when somebody asks what may be evicted; each page counts its held children, and a
-    hold stops at the first page that was held before.
+    Nothing below a page is kept without the page, so whoever keeps a page keeps the way to it: a hold on the deepest
+    page of a path protects the path. Holds are noted, and go up the tree only when somebody asks what may be evicted;
+    each page counts its held children, and a hold stops at the first page that was held before.
     """
 
     def __init__(
@@ -34,19 +29,11 @@ class Index:
     ) -> None:
         self.rule = PrefixRule(spec)
         self.nodes: dict[bytes, Node] = {}
-        self.pools = tuple(
-            tuple(
-                SlotPool(capacity, name=f"{tier.name}.{group.name}")
-                for group, capacity in zip(spec.groups, capacities[tier], strict=True)
-            )
-            for tier in Tier
-        )
         self.now_s = 0.0  # as the last caller told
-        self.evicted = [[0] * len(spec.groups) for _ in Tier]  # entries evicted so far, by tier and group
+        self._room = Room(spec, self.rule.full_mask, capacities, eviction=eviction, tree=self)
+        self.pools = self._room.pools
+        self.evicted = self._room.evicted
         self._full_groups = tuple(group for group, reach in enumerate(spec.reach_pages) if reach is None)
-        orders = [_last_path_use if reach is None else _last_use for reach in spec.reach_pages]
-        self._eviction = tuple(tuple(eviction(order) for order in orders) for _ in Tier)
-        self._parked: tuple[tuple[dict[Entry, None], ...], ...] = tuple(tuple({} for _ in spec.groups) for _ in Tier)
         self._pending: dict[Node, int] = {}  # holds that have come and gone and are not yet counted in ``Node.held``
         self._group_count = len(spec.groups)
         self._tick = 0
@@ -115,7 +102,7 @@ class Index:
             parent = node.parent
             if parent is not None:
                 parent.children.discard(node)
-                self._wake(parent)
+                self._room.wake(parent)
             node = parent
 
     # -- entries -----------------------------------------------------------------------------------------------------
@@ -128,15 +115,15 @@ class Index:
         node.entries[tier][group] = entry
         node.masks[tier] |= 1 << group
         node.resident |= 1 << group
-        self._wake(node)
+        self._room.wake(node)
         for copies in node.entries:  # the copy in the other tier may not be the nearest one any more
-            self._offer(copies[group])
+            self._room.offer(copies[group])
         return entry
 
     def retract(self, entry: Entry) -> None:
         """The copy is no more; its slot is released (it is reused when nothing else holds it)."""
         node, bit = entry.node, 1 << entry.group
-        self._withdraw(entry)
+        self._room.withdraw(entry)
         node.entries[entry.tier][entry.group] = None
         node.masks[entry.tier] &= ~bit
         node.resident = node.masks[Tier.L1] | node.masks[Tier.L2]
@@ -145,7 +132,7 @@ class Index:
     def pin(self, entry: Entry) -> Entry:
         """Keep the entry from eviction until as many ``unpin``."""
         if entry.pins == 0:
-            self._withdraw(entry)
+            self._room.withdraw(entry)
         entry.pins += 1
         return entry
 
@@ -154,19 +141,8 @@ class Index:
         assert entry.pins > 0, "an entry is unpinned as often as it was pinned"
         entry.pins -= 1
         if entry.pins == 0:
-            self._offer(entry)
-            self._wake(entry.node)
-
-    def _offer(self, entry: Entry | None) -> None:
-        """Let the entry be evicted if nobody keeps it. Does nothing when it is waiting for that already."""
-        if entry is None or entry.pins or (entry.node.held and self._is_nearest(entry)):
-            return
-        self._eviction[entry.tier][entry.group].add(entry)
-
-    def _is_nearest(self, entry: Entry) -> bool:
-        """Whether it is the copy of a full-attention object that a hold on the page protects."""
-        is_full = self.rule.full_mask >> entry.group & 1
-        return bool(is_full) and (entry.tier is Tier.L1 or entry.node.entries[Tier.L1][entry.group] is None)
+            self._room.offer(entry)
+            self._room.wake(entry.node)
 
     def unpin_all(self, entries: list[Entry]) -> None:
         """Unpin every entry of a list and empty it."""
@@ -234,117 +210,31 @@ class Index:
             for group in self._full_groups:
                 entry = node.nearest(group)
                 assert entry is not None, "what is held is here"
-                self._withdraw(entry) if node.held else self._offer(entry)
+                self._room.withdraw(entry) if node.held else self._room.offer(entry)
             if node.held:
                 node.used_at = self._tick
                 change = 1
             else:
-                self._wake(node)
+                self._room.wake(node)
                 change = -1
             node = node.parent
-
-    def _withdraw(self, entry: Entry) -> None:
-        self._eviction[entry.tier][entry.group].remove(entry)
-        self._parked[entry.tier][entry.group].pop(entry, None)
 
     # -- space -------------------------------------------------------------------------------------------------------
 
     def acquire(self, tier: Tier, group: int, count: int) -> list[int] | None:
         """``count`` slots, after evicting as much as that takes; None, when even that is not enough."""
-        pool = self.pools[tier][group]
-        if pool.free_count < count:
+        if self.pools[tier][group].free_count < count:
             self.settle()
-        while pool.free_count < count:
-            if not self._evict_one(tier, group):
-                return None
-        return pool.acquire(count)
+        return self._room.acquire(tier, group, count)
 
     def release(self, tier: Tier, group: int, handles: Iterable[int | None]) -> None:
         """Give up slots, those that are None excepted."""
-        pool = self.pools[tier][group]
-        for handle in handles:
-            if handle is not None:
-                pool.release(handle)
+        self._room.release(tier, group, handles)
 
     def room(self, tier: Tier, group: int) -> int:
         """At most so many slots can be acquired now."""
         self.settle()
-        evictable = len(self._eviction[tier][group]) + len(self._parked[tier][group])
-        return self.pools[tier][group].free_count + evictable
-
-    def _evict_one(self, tier: Tier, group: int) -> bool:
-        queue, parked = self._eviction[tier][group], self._parked[tier][group]
-        while (entry := queue.pop()) is not None:
-            node = entry.node
-            if not self._is_last(entry):
-                self._evict(entry)
-                self.prune(node)
-                return True
-            if not node.children and not self._is_busy(node):
-                self._drop([node])
-                return True
-            parked[entry] = None
-            node.has_parked = True
-        idle: dict[Node, bool] = {}
-        for entry in parked:  # only pages with something below them are left: they go with all of it
-            if self._is_idle(entry.node, idle):
-                self._drop(self._subtree(entry.node))
-                return True
-        return False
-
-    def _is_idle(self, top: Node, known: dict[Node, bool]) -> bool:
-        """Whether neither ``top`` nor anything below it is busy. ``known`` keeps answers, so that many calls together
-        look at each node once."""
-        stack = [top]
-        while stack:
-            node = stack[-1]
-            if unknown := [child for child in node.children if child not in known]:
-                stack += unknown
-                continue
-            known[node] = not self._is_busy(node) and all(known[child] for child in node.children)
-            stack.pop()
-        return known[top]
-
-    def _evict(self, entry: Entry) -> None:
-        self.evicted[entry.tier][entry.group] += 1
-        self.retract(entry)
-
-    @staticmethod
-    def _subtree(node: Node) -> list[Node]:
-        """``node`` and all below it, parents before children."""
-        nodes = [node]
-        for visited in nodes:
-            nodes += visited.children
-        return nodes
-
-    def _is_last(self, entry: Entry) -> bool:
-        bit = 1 << entry.group
-        other = entry.node.masks[1 - entry.tier]
-        return bool(self.rule.full_mask & bit) and not other & bit
-
-    @staticmethod
-    def _is_busy(node: Node) -> bool:
-        pinned = any(entry is not None and entry.pins for entries in node.entries for entry in entries)
-        return pinned or bool(node.held or node.copying or node.storing)
-
-    def _drop(self, subtree: Sequence[Node]) -> None:
-        for node in reversed(subtree):
-            for entries in node.entries:
-                for entry in entries:
-                    if entry is not None:
-                        self._evict(entry)
-            self.prune(node)
-
-    def _wake(self, node: Node) -> None:
-        """Something about ``node`` changed: what was parked may be evictable now."""
-        if not node.has_parked:
-            return
-        node.has_parked = False
-        for tier in Tier:
-            for group, entry in enumerate(node.entries[tier]):
-                if entry is not None and entry in self._parked[tier][group]:
-                    del self._parked[tier][group][entry]
-                    self._offer(entry)
+        return self._room.available(tier, group)
 
 
 def path_from(end: Node | None) -> Iterator[Node]:
@@ -352,13 +242,3 @@ def path_from(end: Node | None) -> Iterator[Node]:
     while end is not None:
         yield end
         end = end.parent
-
-
-def _last_use(entry: Entry) -> int:
-    """Within one tick the deeper page is the older one, so that children go before parents."""
-    return (entry.used_at << _DEPTH_BITS) - entry.node.page
-
-
-def _last_path_use(entry: Entry) -> int:
-    """The same for an object that is used whenever a path through its page is."""
-    return (entry.node.used_at << _DEPTH_BITS) - entry.node.page

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from hicache.index import Index
 from hicache.loader import Load
 from hicache.node import Node, Tier
+from hicache.room import Room
 from hicache.spec import Group
 from tests.core.situations import HYBRID, evict_all, loaded_pages, prefetching, prompt, restore, slots_free
 from tests.core.world import FULL, MODELS, PAGE, STATE, WINDOW, World
@@ -106,14 +106,14 @@ def test_looking_for_what_may_be_evicted_looks_at_each_page_a_bounded_number_of_
     index = world.directory.index
     leaf = index.pin(chain_in_l2(world, 400)[-1].entries[Tier.L2][0])
     looks = 0
-    is_busy = Index._is_busy
+    is_busy = Room._is_busy
 
     def counting(node: Node) -> bool:
         nonlocal looks
         looks += 1
         return is_busy(node)
 
-    monkeypatch.setattr(Index, "_is_busy", staticmethod(counting))
+    monkeypatch.setattr(Room, "_is_busy", staticmethod(counting))
     for _ in range(3):
         assert index.acquire(Tier.L2, 0, 1) is None
     assert looks <= 4 * 400
@@ -189,7 +189,7 @@ def test_room_is_only_an_upper_bound_and_what_was_taken_in_vain_is_given_back(
     slots = tuple(7 if group == tight else 40 for group in range(2))
     world = World(MODELS[1], l1=slots, l2=40, prefetch_l2_share=1.0)
     world.fill_l3(prompt(20))
-    monkeypatch.setattr(Index, "room", lambda self, tier, group: 40)
+    monkeypatch.setattr(Room, "available", lambda self, tier, group: 40)
     live = world.open(prompt(20))
     world.prefetch(live)
     restore(world, live)

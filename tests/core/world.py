@@ -251,8 +251,8 @@ class World:
         for tier, group, entry in self.entries():
             is_nearest = tier is Tier.L1 or not entry.node.masks[Tier.L1] >> group & 1
             is_held = bool(full >> group & 1 and is_nearest and entry.node.held)
-            is_waiting = entry in index._eviction[tier][group]
-            is_parked = entry in index._parked[tier][group]
+            is_waiting = entry in index._room._eviction[tier][group]
+            is_parked = entry in index._room._parked[tier][group]
             assert is_waiting + is_parked == (not entry.pins and not is_held)
         for live in self.live:
             self.check_what_was_found(live)
