@@ -4,7 +4,7 @@ other. Arithmetic and bookkeeping only."""
 from __future__ import annotations
 
 import heapq
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -82,8 +82,8 @@ def arena_layout(spec: CacheSpec, l1_bytes: int) -> ArenaLayout:
             raise ConfigError(
                 "l1_bytes",
                 l1_bytes,
-                f"groups that share units: {slots} of {group.name!r} ({size} bytes) in a unit of {unit_bytes} bytes waste"
-                f" {share:.0%}, more than {PADDING_SHARE_MAX:.0%}; set l1_pages and l1_state_slots instead",
+                f"groups that fill units: {slots} of {group.name!r} ({size} bytes) in a unit of {unit_bytes} bytes"
+                f" waste {share:.0%}, more than {PADDING_SHARE_MAX:.0%}; set l1_pages and l1_state_slots instead",
             )
     bytes_min = unit_bytes * len(spec.groups)
     if l1_bytes < bytes_min:
@@ -100,7 +100,7 @@ class Arena:
         self.layout = layout
         self.owners: list[int | None] = [None] * layout.unit_count  # by unit: its group
         self.free_units = layout.unit_count
-        self._ends = (_FreeUnits(layout.unit_count, sign=1), _FreeUnits(layout.unit_count, sign=-1))
+        self._ends = (_Units(layout.unit_count, sign=1), _Units(layout.unit_count, sign=-1))
         self.pools = tuple(ArenaSlots(self, group, name=name) for group, name in enumerate(names))
 
     @property
@@ -111,11 +111,6 @@ class Arena:
     def unit_of(self, group: int, slot: int) -> int:
         """The unit that a slot lies in."""
         return slot // self.layout.slots_per_unit[group]
-
-    def used_in(self, unit: int) -> int:
-        """How many slots of a unit are held; 0 when it is nobody's."""
-        owner = self.owners[unit]
-        return 0 if owner is None else self.pools[owner].used_in(unit)
 
     def take(self, group: int) -> int:
         """A free unit for ``group``, from its end of the arena. There is one."""
@@ -137,17 +132,23 @@ class Arena:
 
 
 class ArenaSlots(Slots):
-    """The slots of one group of an arena: in the units that it has, and in all that are free."""
+    """The slots of one group of an arena: in the units that it has, and in all that are free.
+
+    A held slot is busy, or idle where ``mark_idle`` said that its content may go; a unit is idle when it has held slots
+    and all of them are.
+    """
 
     def __init__(self, arena: Arena, group: int, *, name: str) -> None:
         super().__init__(arena.layout.slot_counts[group], name=name)
         self.own_free_count = 0  # free slots in units that the group has
+        self.idle_units = 0
         self._arena = arena
         self._group = group
         self._per_unit = arena.layout.slots_per_unit[group]
         self._used = 0
         self._free: dict[int, list[int]] = {}  # by unit of the group: its free slots
-        self._open = _FreeUnits(0, sign=-1 if arena.layout.from_far_end[group] else 1)  # those with free slots, or more
+        self._busy: dict[int, int] = {}  # by unit of the group: how many slots are held and not idle
+        self._open = _Units(0, sign=-1 if arena.layout.from_far_end[group] else 1)  # all with free slots, and others
 
     @property
     def free_count(self) -> int:
@@ -159,24 +160,44 @@ class ArenaSlots(Slots):
         """Slots with at least one holder."""
         return self._used
 
-    def used_in(self, unit: int) -> int:
-        """How many slots are held of a unit that is the group's."""
-        return self._per_unit - len(self._free[unit])
-
-    def units(self) -> Iterator[int]:
+    def units(self) -> Iterable[int]:
         """The units that are the group's."""
-        return iter(self._free)
+        return self._free.keys()
+
+    def is_idle(self, unit: int) -> bool:
+        """Whether the unit is the group's, and all that is held of it is idle."""
+        return self._busy.get(unit) == 0
+
+    def slots_of(self, unit: int) -> range:
+        """The slots in a unit."""
+        return range(unit * self._per_unit, (unit + 1) * self._per_unit)
+
+    def mark_idle(self, slot: int) -> None:
+        """The content of a held slot may go."""
+        unit = slot // self._per_unit
+        self._busy[unit] -= 1
+        self.idle_units += not self._busy[unit]
+
+    def mark_busy(self, slot: int) -> None:
+        """The reverse of ``mark_idle``."""
+        unit = slot // self._per_unit
+        self.idle_units -= not self._busy[unit]
+        self._busy[unit] += 1
 
     def acquire(self, count: int) -> list[int] | None:
-        """``count`` handles with one holder each, or None, and nothing taken. The unit nearest to the end comes first."""
+        """See Slots. Units of the group come first, then free ones; of either the one nearest to its end."""
         if count > self.free_count:
             return None
         taken: list[int] = []
         while len(taken) < count:
-            free = self._free[self._open_unit()]
+            unit = self._open_unit()
+            free = self._free[unit]
             first = max(0, len(free) - (count - len(taken)))
-            taken += free[first:]
+            if not self._busy[unit] and len(free) < self._per_unit:
+                self.idle_units -= 1
+            self._busy[unit] += len(free) - first
             self.own_free_count -= len(free) - first
+            taken += free[first:]
             del free[first:]
         self._used += count
         for slot in taken:
@@ -190,7 +211,8 @@ class ArenaSlots(Slots):
                 return unit
             self._open.pop()
         unit = self._arena.take(self._group)
-        self._free[unit] = list(range((unit + 1) * self._per_unit - 1, unit * self._per_unit - 1, -1))
+        self._free[unit] = list(reversed(self.slots_of(unit)))
+        self._busy[unit] = 0
         self.own_free_count += self._per_unit
         self._open.push(unit)
         return unit
@@ -201,15 +223,22 @@ class ArenaSlots(Slots):
         free.append(slot)
         self._used -= 1
         self.own_free_count += 1
+        self._busy[unit] -= 1
         if len(free) == self._per_unit:
-            del self._free[unit]
-            self.own_free_count -= self._per_unit
-            self._arena.give_back(unit)
-        else:
+            self._give_back(unit)
+            return
+        self.idle_units += not self._busy[unit]
+        if len(free) == 1:
             self._open.push(unit)
 
+    def _give_back(self, unit: int) -> None:
+        assert self._busy[unit] == 0, "a slot is busy when it is released"
+        del self._free[unit], self._busy[unit]
+        self.own_free_count -= self._per_unit
+        self._arena.give_back(unit)
 
-class _FreeUnits:
+
+class _Units:
     """Units by their number, from the lowest (``sign`` 1) or from the highest on (-1); each is in it once at most."""
 
     def __init__(self, unit_count: int, *, sign: int) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
+from hicache.arena import ArenaLayout
+from hicache.arena_room import ArenaRoom
 from hicache.node import Entry, Keep, Node, Tier
 from hicache.policies.eviction import EvictionPolicy, Lru
 from hicache.prefix import PrefixRule
@@ -25,12 +27,17 @@ class Index:
         spec: CacheSpec,
         capacities: tuple[tuple[int, ...], tuple[int, ...]],
         *,
+        l1_arena: ArenaLayout | None = None,
         eviction: Callable[[Callable[[Entry], int]], EvictionPolicy[Entry]] = Lru,
     ) -> None:
         self.rule = PrefixRule(spec)
         self.nodes: dict[bytes, Node] = {}
         self.now_s = 0.0  # as the last caller told
-        self._room = Room(spec, self.rule.full_mask, capacities, eviction=eviction, tree=self)
+        self._room = (
+            Room(spec, self.rule.full_mask, capacities, eviction=eviction, tree=self)
+            if l1_arena is None
+            else ArenaRoom(spec, self.rule.full_mask, capacities[Tier.L2], l1_arena, eviction=eviction, tree=self)
+        )
         self.pools = self._room.pools
         self.evicted = self._room.evicted
         self._full_groups = tuple(group for group, reach in enumerate(spec.reach_pages) if reach is None)

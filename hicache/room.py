@@ -7,7 +7,7 @@ from typing import Protocol
 
 from hicache.node import Entry, Node, Tier
 from hicache.policies.eviction import EvictionPolicy
-from hicache.slots import SlotPool
+from hicache.slots import SlotPool, Slots
 from hicache.spec import CacheSpec
 
 _DEPTH_BITS = 24
@@ -44,7 +44,7 @@ class Room:
         eviction: Callable[[Callable[[Entry], int]], EvictionPolicy[Entry]],
         tree: Tree,
     ) -> None:
-        self.pools = tuple(
+        self.pools: tuple[tuple[Slots, ...], ...] = tuple(
             tuple(
                 SlotPool(capacity, name=f"{tier.name}.{group.name}")
                 for group, capacity in zip(spec.groups, capacities[tier], strict=True)
@@ -54,15 +54,15 @@ class Room:
         self.evicted = [[0] * len(spec.groups) for _ in Tier]  # entries evicted so far, by tier and group
         self._full_mask = full_mask
         self._tree = tree
-        orders = [_last_path_use if reach is None else _last_use for reach in spec.reach_pages]
-        self._eviction = tuple(tuple(eviction(order) for order in orders) for _ in Tier)
+        self._last_uses = tuple(_last_path_use if reach is None else _last_use for reach in spec.reach_pages)
+        self._eviction = tuple(tuple(eviction(last_use) for last_use in self._last_uses) for _ in Tier)
         self._parked: tuple[tuple[dict[Entry, None], ...], ...] = tuple(tuple({} for _ in spec.groups) for _ in Tier)
 
     def acquire(self, tier: Tier, group: int, count: int) -> list[int] | None:
         """``count`` slots, after evicting as much as that takes; None, when even that is not enough."""
         pool = self.pools[tier][group]
         while pool.free_count < count:
-            if not self._evict_one(tier, group):
+            if not self._make_room(tier, group):
                 return None
         return pool.acquire(count)
 
@@ -84,6 +84,9 @@ class Room:
         """Let the entry be evicted if nobody keeps it. Does nothing when it is waiting for that already."""
         if entry is None or entry.pins or (entry.node.held and self._is_nearest(entry)):
             return
+        self._wait(entry)
+
+    def _wait(self, entry: Entry) -> None:
         self._eviction[entry.tier][entry.group].add(entry)
 
     def withdraw(self, entry: Entry) -> None:
@@ -108,6 +111,10 @@ class Room:
         return bool(is_full) and (entry.tier is Tier.L1 or entry.node.entries[Tier.L1][entry.group] is None)
 
     # -- eviction ----------------------------------------------------------------------------------------------------
+
+    def _make_room(self, tier: Tier, group: int) -> bool:
+        """Evict what shall go first, so that one slot more is free, or closer to it. False when nothing may go."""
+        return self._evict_one(tier, group)
 
     def _evict_one(self, tier: Tier, group: int) -> bool:
         queue, parked = self._eviction[tier][group], self._parked[tier][group]

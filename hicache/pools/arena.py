@@ -62,7 +62,7 @@ def _views(spec: CacheSpec, layout: ArenaLayout, memory: torch.Tensor, index: in
 def _slots(
     memory: torch.Tensor, dtype: str, shape: tuple[int, ...], *, stride_bytes: int, offset_bytes: int
 ) -> torch.Tensor:
-    """[layers, n_slots, *inner] over the memory: ``stride_bytes`` between slots, layers of a slot one after the other."""
+    """[layers, n_slots, *inner] over the memory: a slot every ``stride_bytes``, its layers one after the other."""
     elements = memory.view(torch_dtype(dtype))
     layers, count, *inner = shape
     row = torch.Size(inner).numel()
