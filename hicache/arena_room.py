@@ -13,6 +13,9 @@ from hicache.slots import slot_of
 from hicache.spec import CacheSpec
 
 
+IN_REACH_SHARE = 8  # one in so many units
+
+
 class _Coldest(NamedTuple):
     """A unit that may go, in the order of its last use."""
 
@@ -22,13 +25,16 @@ class _Coldest(NamedTuple):
 
 
 class ArenaRoom(Room):
-    """Room whose L1 is an arena.
+    """Room whose L1 is an arena. Each group can be given the bytes of another one, in whole units.
 
-    A group that runs short evicts its own least recently used entry, or a whole unit of another group, when everything
-    in that was used less recently still. So bytes pass from one group to another only when they are worth less there by
-    the clock that all groups share, and go back only when what took them has grown older than what is left: two groups
-    that are both in use do not take units from each other in turns. When a group has nothing to evict, the least
-    recently used unit goes, whatever its age. Where a slot of a unit is in use the unit stays.
+    *Which goes first.* A group that runs short evicts its own least recently used entry, or a whole unit of another
+    group when everything in that was used less recently still. So bytes pass to another group only when they are worth
+    less where they are, by the one clock of all groups, and go back only when what took them has become the older part:
+    two groups that are both in use do not take units from each other in turns.
+
+    *What is in nobody's reach.* A unit in which one slot is in use stays, and what is idle beside it is of use to its
+    own group alone. While few units are free or wholly idle, a group lives on that first, so that what is in use gathers
+    in few units, and what one request gives back is there for the next one, whatever it needs.
     """
 
     def __init__(
@@ -47,6 +53,7 @@ class ArenaRoom(Room):
         self.pools = (self.arena.pools, self.pools[Tier.L2])
         self._idle: tuple[dict[int, Entry], ...] = tuple({} for _ in groups)  # by slot: what waits for eviction
         self._units = tuple(Lru(self._unit_use(group)) for group in groups)  # by group: units with something idle
+        self._mixed = tuple(Lru(self._oldest_use(group)) for group in groups)  # the same, by what is oldest in them
         self.units_passed = 0  # units that were evicted so that another group could have them
         self._latest_use = 0
 
@@ -69,8 +76,57 @@ class ArenaRoom(Room):
         if entry.tier is Tier.L1 and (slot := slot_of(entry.handle)) not in self._idle[entry.group]:
             self._idle[entry.group][slot] = entry
             self.arena.pools[entry.group].mark_idle(slot)
-            self._units[entry.group].add(self.arena.unit_of(entry.group, slot))
+            unit = self.arena.unit_of(entry.group, slot)
+            self._units[entry.group].add(unit)
+            self._mixed[entry.group].add(unit)
             self._latest_use = max(self._latest_use, self._last_uses[entry.group](entry))
+
+    def is_short(self, tier: Tier, group: int, count: int) -> bool:
+        """See Room."""
+        if tier is not Tier.L1:
+            return super().is_short(tier, group, count)
+        pool = self.arena.pools[group]
+        return pool.own_free_count < count and (self._is_scarce() or pool.free_count < count)
+
+    def acquire(self, tier: Tier, group: int, count: int) -> list[int] | None:
+        """See Room."""
+        if tier is Tier.L1:
+            pool = self.arena.pools[group]
+            while pool.own_free_count < count and self._is_scarce() and self._evict_mixed(group):
+                pass
+        return super().acquire(tier, group, count)
+
+    def _is_scarce(self) -> bool:
+        """Whether few units are in everybody's reach: free, or with nothing in use in them."""
+        in_reach = self.arena.free_units + sum(pool.idle_units for pool in self.arena.pools)
+        return in_reach <= self.arena.layout.unit_count // IN_REACH_SHARE
+
+    def _evict_mixed(self, group: int) -> bool:
+        """Evict the least recently used entry of those that share their unit with something in use."""
+        pool, units = self.arena.pools[group], self._mixed[group]
+        seen: list[int] = []
+        victim: Entry | None = None
+        while victim is None and (unit := units.pop()) is not None:
+            idle = self._idle_in(group, unit) if self.arena.owners[unit] == group else []
+            if not idle:
+                continue  # until something in it is
+            seen.append(unit)
+            if not pool.is_idle(unit):
+                known = dict[Node, bool]()
+                oldest = sorted(idle, key=self._last_uses[group])
+                victim = next((e for e in oldest if not self._is_last(e) or self._is_idle(e.node, known)), None)
+        for unit in seen:
+            units.add(unit)
+        if victim is not None:
+            self._evict_whole(victim)
+        return victim is not None
+
+    def _evict_whole(self, entry: Entry) -> None:
+        if self._is_last(entry):
+            self._drop(self._subtree(entry.node))
+        else:
+            self._evict(entry)
+            self._tree.prune(entry.node)
 
     def _make_room(self, tier: Tier, group: int) -> bool:
         if tier is not Tier.L1:
@@ -121,13 +177,19 @@ class ArenaRoom(Room):
         for entry in self._idle_in(coldest.group, coldest.unit):
             if entry.node.entries[Tier.L1][entry.group] is not entry:
                 continue  # gone, with a page above it
-            if self._is_last(entry):
-                self._drop(self._subtree(entry.node))
-            else:
-                self._evict(entry)
-                self._tree.prune(entry.node)
+            self._evict_whole(entry)
         self.units_passed += 1
         assert self.arena.owners[coldest.unit] is None, "a unit in which nothing was in use is free"
+
+    def _oldest_use(self, group: int) -> Callable[[int], int]:
+        """When the oldest idle slot of a unit was last used, if another one of it is in use."""
+        pool, last_use = self.arena.pools[group], self._last_uses[group]
+
+        def use(unit: int) -> int:
+            idle = () if pool.is_idle(unit) else self._idle_in(group, unit)
+            return min(map(last_use, idle), default=self._latest_use)
+
+        return use
 
     def _idle_in(self, group: int, unit: int) -> list[Entry]:
         idle = self._idle[group]

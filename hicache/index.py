@@ -38,6 +38,7 @@ class Index:
             if l1_arena is None
             else ArenaRoom(spec, self.rule.full_mask, capacities[Tier.L2], l1_arena, eviction=eviction, tree=self)
         )
+        self.arena = self._room if isinstance(self._room, ArenaRoom) else None  # L1, if its groups share it
         self.pools = self._room.pools
         self.evicted = self._room.evicted
         self._full_groups = tuple(group for group, reach in enumerate(spec.reach_pages) if reach is None)
@@ -230,7 +231,7 @@ class Index:
 
     def acquire(self, tier: Tier, group: int, count: int) -> list[int] | None:
         """``count`` slots, after evicting as much as that takes; None, when even that is not enough."""
-        if self.pools[tier][group].free_count < count:
+        if self._room.is_short(tier, group, count):
             self.settle()
         return self._room.acquire(tier, group, count)
 

@@ -58,6 +58,10 @@ class Room:
         self._eviction = tuple(tuple(eviction(last_use) for last_use in self._last_uses) for _ in Tier)
         self._parked: tuple[tuple[dict[Entry, None], ...], ...] = tuple(tuple({} for _ in spec.groups) for _ in Tier)
 
+    def is_short(self, tier: Tier, group: int, count: int) -> bool:
+        """Whether something is evicted before ``count`` slots are acquired."""
+        return self.pools[tier][group].free_count < count
+
     def acquire(self, tier: Tier, group: int, count: int) -> list[int] | None:
         """``count`` slots, after evicting as much as that takes; None, when even that is not enough."""
         pool = self.pools[tier][group]
