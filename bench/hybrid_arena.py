@@ -1,4 +1,4 @@
-"""A unified L1 beside every fixed split of the same bytes, on load that shifts between many short and few long requests.
+"""A unified L1 beside fixed splits of the same bytes, on load that shifts between many short and few long requests.
 
 The directory and its slot pools are those of production; time is simulated, and copies are done at once.
 """
@@ -302,13 +302,13 @@ def slot_ns(make: DirectoryConfig, *, batch: int = 64, rounds: int = 300) -> flo
 
 def measure(*, quick: bool) -> list[Row]:
     """Every workload with the unified L1, and with a grid of fixed splits that is finer around the best one."""
-    scale = 0.4 if quick else 1.0
+    scale = 0.3 if quick else 1.0
     costs = _slot_costs(unified(L1_BYTES), split_of(L1_BYTES, 0.5))
     rows: list[Row] = []
     for workload, phases in WORKLOADS.items():
         scaled = [replace(phase, steps=int(phase.steps * scale)) for phase in phases]
         rows.append(simulate(workload, scaled, unified(L1_BYTES), state_share=None))
-        rows += _fixed_splits(workload, scaled, step=0.15 if quick else 0.1)
+        rows += _fixed_splits(workload, scaled, step=0.2 if quick else 0.1)
     return [replace(row, slot_ns=costs[row.state_share is None]) for row in rows]
 
 

@@ -12,7 +12,6 @@ from hicache.room import Room, Tree
 from hicache.slots import slot_of
 from hicache.spec import CacheSpec
 
-
 IN_REACH_SHARE = 8  # one in so many units
 
 
@@ -33,8 +32,8 @@ class ArenaRoom(Room):
     two groups that are both in use do not take units from each other in turns.
 
     *What is in nobody's reach.* A unit in which one slot is in use stays, and what is idle beside it is of use to its
-    own group alone. While few units are free or wholly idle, a group lives on that first, so that what is in use gathers
-    in few units, and what one request gives back is there for the next one, whatever it needs.
+    own group alone. While few units are free or wholly idle, a group lives on that first, so that what is in use
+    gathers in few units, and what one request gives back is there for the next one, whatever it needs.
     """
 
     def __init__(
