@@ -23,7 +23,7 @@ from hicache.l3 import L3
 from hicache.loader import Load
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
 from hicache.policies.write import WritePolicy, write_policy_of
-from hicache.pools import L1Pool, L2Pool, l2_slot_counts
+from hicache.pools import ArenaPool, L1Pool, L2Pool, l2_slot_counts
 from hicache.pools.registration import registrar_for
 from hicache.request import RequestRecord
 from hicache.slots import slot_of
@@ -123,6 +123,7 @@ class HiCache:
                 l1_slots=tuple(l1.slot_counts),
                 l2_slots=tuple(l2.slot_counts) if l2 is not None else tuple(0 for _ in groups),
                 has_l3=l3 is not None,
+                l1_arena=l1.layout if isinstance(l1, ArenaPool) else None,
                 prefetch_threshold_tokens=self._prefetch_policy.threshold_tokens,
             ),
             write_policy=write_policy_of(write_policy),
@@ -139,8 +140,9 @@ class HiCache:
         cls,
         spec: CacheSpec,
         *,
-        l1_pages: int,
+        l1_pages: int = 0,
         l1_state_slots: int = 0,
+        l1_bytes: int = 0,
         l2_bytes: int = 0,
         l2_state_share: float = 0.25,
         l3: str | None = None,
@@ -153,6 +155,7 @@ class HiCache:
     ) -> Self:
         """Build the pools and connect to L3. Never waits for L3, nor fails when it is away.
 
+        L1 has ``l1_pages`` and ``l1_state_slots`` of each group, or all groups share ``l1_bytes``.
         ``l3`` is an address (``unix:///run/hicache/hicached.sock``, ``tcp://host:port``), a backend to open in this
         process (``lmdb:///path``, ``file:///path``, of ``l3_capacity_bytes``), or None. ``salt`` keeps what the
         engine's own tenants may not share apart; ``token`` is what hicached knows the engine by. ``write_policy`` is
@@ -162,15 +165,18 @@ class HiCache:
         """
         policy = write_policy_of(write_policy)
         _check_settings(
-            counts={"l1_pages": l1_pages, "l1_state_slots": l1_state_slots, "l2_bytes": l2_bytes},
+            counts={
+                "l1_pages": l1_pages,
+                "l1_state_slots": l1_state_slots,
+                "l1_bytes": l1_bytes,
+                "l2_bytes": l2_bytes,
+            },
             texts={"l3": l3, "token": token, "device": device},
             salt=salt,
         )
         if l3 is not None and l2_bytes == 0:
             raise ConfigError("l2_bytes", l2_bytes, "more than 0 when l3 is set: L3 reads and writes L2 pages")
-        if spec.has_state and l1_state_slots < 1:
-            raise ConfigError("l1_state_slots", l1_state_slots, "at least 1: the model has state groups")
-        l1 = L1Pool(spec, pages=l1_pages, state_slots=l1_state_slots, device=device)
+        l1 = _open_l1(spec, pages=l1_pages, state_slots=l1_state_slots, size_bytes=l1_bytes, device=device)
         l2 = None
         client: L3 | None = None
         try:
@@ -396,6 +402,17 @@ class HiCache:
         finally:
             self._pumping = False
         self._changed.notify_all()
+
+
+def _open_l1(spec: CacheSpec, *, pages: int, state_slots: int, size_bytes: int, device: str) -> L1Pool:
+    if size_bytes:
+        for setting, value in (("l1_pages", pages), ("l1_state_slots", state_slots)):
+            if value:
+                raise ConfigError(setting, value, f"0 with l1_bytes = {size_bytes}, which all groups share as needed")
+        return ArenaPool.allocate(spec, size_bytes, device=device)
+    if spec.has_state and state_slots < 1:
+        raise ConfigError("l1_state_slots", state_slots, "at least 1, since the model has state groups, or l1_bytes")
+    return L1Pool(spec, pages=pages, state_slots=state_slots, device=device)
 
 
 def _check_settings(*, counts: Mapping[str, object], texts: Mapping[str, object], salt: object) -> None:

@@ -30,7 +30,7 @@ class L1Pool:
     ) -> None:
         """Allocate zeroed tensors: slots for every group of the kind, or by group index. Raises ConfigError."""
         self.spec = spec
-        self.device = _checked_device(device)
+        self.device = checked_device(device)
         paged: dict[int, torch.Tensor] = {}
         states: dict[int, dict[str, torch.Tensor]] = {}
         with torch.inference_mode(mode=False):  # a pool made inside of it could not be written outside of it
@@ -114,7 +114,7 @@ def page_shape(group: PagedGroup, page_tokens: int) -> tuple[int, int, int, int]
     return group.planes, page_tokens, group.heads, group.head_dim
 
 
-def _checked_device(device: str | torch.device) -> torch.device:
+def checked_device(device: str | torch.device) -> torch.device:
     try:
         checked = torch.device(device)
     except RuntimeError as error:
