@@ -336,14 +336,18 @@ class HiCache:
         """
         deadline_s = self._clock() + timeout_s
         with self._changed:
-            self._directory.flush()
-            self._pump()
-            while self._directory.open_jobs:
-                left_s = deadline_s - self._clock()
-                if left_s <= 0:
-                    return False
-                self._changed.wait(left_s)
-            return self._directory.is_all_written
+            stored = -1
+            while stored != (stored := self.stats.bytes_moved["store"]):  # as long as more is written each time
+                self._directory.flush()
+                self._pump()
+                while self._directory.open_jobs:
+                    left_s = deadline_s - self._clock()
+                    if left_s <= 0:
+                        return False
+                    self._changed.wait(left_s)
+                if self._directory.is_all_written:
+                    return True
+            return False
 
     def close(self, *, flush_timeout_s: float = 5.0) -> None:
         """Give up what is under way, disconnect, and free L2. Idempotent. No tensor of ``l2`` may be used after.

@@ -122,7 +122,7 @@ class Directory:
 
     def flush(self) -> None:
         """Begin to send to L3 what the write policy has left for later. Nothing is, unless it writes back."""
-        if self._write_ahead is not None:
+        if self._write_ahead is not None and self._has_l3:
             self._write_ahead.flush()
 
     @property

@@ -34,7 +34,6 @@ class WriterLimits:
 @dataclass(frozen=True, slots=True)
 class _PageCopy:
     node: Node
-    is_bound_for_l3: bool
     sources: tuple[Entry, ...]  # pinned until the copy ends
     targets: tuple[int, ...]  # L2 handles
 
@@ -95,7 +94,7 @@ class Writer:
                 break
             wanted = node.masks[Tier.L1] & ~(node.masks[Tier.L2] | node.copying | node.in_l3)
             if wanted:
-                copy = self._prepare(node, wanted, is_bound_for_l3=True)
+                copy = self._prepare(node, wanted)
                 if copy is None:
                     self._stats.skipped["backup.no_host_capacity"] += 1
                     break
@@ -103,7 +102,7 @@ class Writer:
             unstored = node.masks[Tier.L2] & ~(node.in_l3 | node.storing)
             if unstored:
                 stores.append(node)
-            if self._is_write_back and (wanted or unstored):
+            if self._is_write_back and (unstored or node.copying):
                 self._bound.add(node)
             done += 1
         self._copy_down(copies)
@@ -113,7 +112,7 @@ class Writer:
     def demote(self, node: Node) -> bool:
         """Copy to L2, and no further, what of a page that is to be evicted from L1 is not below. False without room."""
         wanted = node.masks[Tier.L1] & ~(node.masks[Tier.L2] | node.copying | node.in_l3)
-        copy = self._prepare(node, wanted, is_bound_for_l3=False)
+        copy = self._prepare(node, wanted)
         if copy is not None:
             self._copy_down([copy])
         return copy is not None
@@ -151,7 +150,7 @@ class Writer:
 
     # -- L1 to L2 ----------------------------------------------------------------------------------------------------
 
-    def _prepare(self, node: Node, wanted: int, *, is_bound_for_l3: bool) -> _PageCopy | None:
+    def _prepare(self, node: Node, wanted: int) -> _PageCopy | None:
         """Room in L2 for the groups in ``wanted``, all or none, with their sources pinned."""
         sources = tuple(
             self._index.pin(entry) for entry in node.entries[Tier.L1] if entry is not None and wanted >> entry.group & 1
@@ -168,7 +167,7 @@ class Writer:
         node.copying |= wanted
         if self._is_write_back:
             self._count_copying(sources, 1)
-        return _PageCopy(node, is_bound_for_l3, sources, tuple(targets))
+        return _PageCopy(node, sources, tuple(targets))
 
     def _copy_down(self, copies: Sequence[_PageCopy]) -> None:
         for batch in batches(copies, self._limits.job_items_max):
@@ -194,7 +193,7 @@ class Writer:
             if not self._land(copy, complete=all(outcome.is_ok for outcome in page_outcomes)):
                 self._pause(Tier.L1)
                 self._bound.discard(copy.node)
-            elif copy.is_bound_for_l3:
+            elif not self._is_write_back or copy.node in self._bound:
                 stores.append(copy.node)
         self._store(stores)
 

@@ -340,6 +340,24 @@ def test_br_073_a_flush_makes_the_whole_prefix_restorable_though_its_root_was_on
     world.wind_up()
 
 
+def test_br_073_a_flush_takes_along_what_is_just_being_copied_to_l2_for_room() -> None:
+    world = World((FULL,), l1=8, l2=16, policy=lambda: WriteBack(ahead_share=0.5))
+    live = world.open(prompt(4))
+    world.load_whole(live)
+    world.compute(live, pages=4, snapshot=False)
+    world.release(live)
+    other = world.open(prompt(2, seed=1))
+    world.load(other)
+    assert world.directory.extend(other.record, tokens=2 * PAGE)
+    world.executor.collect()
+    assert world.executor.waiting_for(CopyKind.BACKUP)
+    world.directory.flush()
+    world.run_all()
+    assert world.directory.is_all_written
+    assert in_l3(world) == objects_of(world, prompt(4), groups=[0])
+    world.wind_up()
+
+
 @pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), HYBRID], ids=["attention", "window", "hybrid"])
 def test_br_067_an_evicted_leaf_takes_its_hot_ancestors_to_l3_first(groups: tuple[Group, ...]) -> None:
     """L2 overflows with ends of conversations; none reaches L3 without the common beginning that stays in L1."""
@@ -488,4 +506,7 @@ def test_without_l3_write_back_makes_l2_the_place_of_what_l1_has_no_room_for() -
         world.serve(prompt(3, seed=number), patient=True)
         world.check()
     assert world.directory.stats.tokens_lost == {}  # L2 is the lowest tier: what it evicts had been written
+    world.directory.flush()
+    assert world.directory.take_jobs() == []
+    assert world.directory.is_all_written
     world.wind_up()
