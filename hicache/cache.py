@@ -21,7 +21,7 @@ from hicache.loader import Load
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy, write_policy_of
-from hicache.pools import L1Pool, L2Pool
+from hicache.pools import ArenaPool, L1Pool, L2Pool
 from hicache.rank_memory import MemorySettings, RankMemory
 from hicache.ranks.leader import open_links
 from hicache.ranks.settings import Ranks
@@ -81,6 +81,7 @@ class HiCache:
                 *self._links.slots,
                 has_l3=l3 is not None,
                 ranks=spec.rank_count,
+                l1_arena=l1.layout if isinstance(l1, ArenaPool) else None,
                 prefetch_threshold_tokens=self._prefetch_policy.threshold_tokens,
                 double_buffering=double_buffering,
             )
@@ -95,8 +96,9 @@ class HiCache:
         cls,
         spec: CacheSpec,
         *,
-        l1_pages: int,
+        l1_pages: int = 0,
         l1_state_slots: int = 0,
+        l1_bytes: int = 0,
         l2_bytes: int = 0,
         l2_state_share: float = 0.25,
         l3: str | None = None,
@@ -113,6 +115,7 @@ class HiCache:
     ) -> Self:
         """Build the pools and connect to L3. Never fails when L3 is away, nor waits for it, but as said below.
 
+        L1 has ``l1_pages`` and ``l1_state_slots`` of each group, or all groups share ``l1_bytes``.
         ``l3`` is an address (``unix:///run/hicache/hicached.sock``, ``tcp://host:port``), a backend to open in this
         process (``lmdb:///path``, ``file:///path``, of ``l3_capacity_bytes``), or None. ``salt`` keeps what the
         engine's own tenants may not share apart; ``token`` is what hicached knows the engine by. ``write_policy`` is
@@ -132,6 +135,7 @@ class HiCache:
         settings = MemorySettings(
             l1_pages=l1_pages,
             l1_state_slots=l1_state_slots,
+            l1_bytes=l1_bytes,
             l2_bytes=l2_bytes,
             l2_state_share=l2_state_share,
             l3=l3,

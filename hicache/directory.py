@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from hicache.arena import ArenaLayout
 from hicache.errors import ConfigError, StateNotCommitted, UsageError
 from hicache.handover import Handover
 from hicache.index import Index
@@ -25,7 +26,10 @@ from hicache.writer import Writer, WriterLimits
 
 @dataclass(frozen=True, slots=True)
 class DirectoryConfig:
-    """Capacities in slots by group index, and the bounds of what may be under way at a time."""
+    """Capacities in slots by group index, and the bounds of what may be under way at a time.
+
+    With ``l1_arena`` the groups share L1: ``l1_slots`` are then its ``slot_counts``.
+    """
 
     l1_slots: tuple[int, ...]
     l2_slots: tuple[int, ...]  # all zero: no L2
@@ -36,8 +40,11 @@ class DirectoryConfig:
     store_l2_share: float = 0.5
     l3_confirm_interval_s: float = 60.0
     double_buffering: bool = False
+    l1_arena: ArenaLayout | None = None
 
     def __post_init__(self) -> None:
+        if self.l1_arena is not None and self.l1_slots != self.l1_arena.slot_counts:
+            raise ConfigError("l1_slots", self.l1_slots, f"{self.l1_arena.slot_counts}, as many as l1_arena numbers")
         if self.has_l3 and not any(self.l2_slots):
             raise ConfigError("l2_slots", self.l2_slots, "room in L2, which L3 is reached through, or no L3")
         if any(self.l2_slots) and not all(self.l2_slots):
@@ -68,6 +75,7 @@ class Directory:
         self.index = Index(
             spec,
             (config.l1_slots, config.l2_slots),
+            l1_arena=config.l1_arena,
             has_l3=config.has_l3,
             spares_unwritten=policy.ahead_share > 0,
             lost=self.stats.tokens_lost,

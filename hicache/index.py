@@ -8,10 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
+from hicache.arena import ArenaLayout
+from hicache.arena_room import ArenaRoom
 from hicache.node import Entry, Keep, Node, Tier
 from hicache.policies.eviction import EvictionPolicy, Lru
 from hicache.prefix import PrefixRule
-from hicache.room import Room
+from hicache.room import Room, WrittenRule
 from hicache.spec import CacheSpec
 
 
@@ -36,6 +38,7 @@ class Index:
         spec: CacheSpec,
         capacities: tuple[tuple[int, ...], tuple[int, ...]],
         *,
+        l1_arena: ArenaLayout | None = None,
         has_l3: bool = False,
         spares_unwritten: bool = False,
         lost: Counter[str] | None = None,
@@ -44,16 +47,15 @@ class Index:
         self.rule = PrefixRule(spec)
         self.nodes: dict[bytes, Node] = {}
         self.now_s = 0.0  # as the last caller told
-        self._room = Room(
-            spec,
-            self.rule.full_mask,
-            capacities,
-            has_l3=has_l3,
-            spares_unwritten=spares_unwritten,
-            lost=Counter() if lost is None else lost,
-            eviction=eviction,
-            tree=self,
+        written = WrittenRule(has_l3, spares_unwritten, Counter() if lost is None else lost)
+        self._room = (
+            Room(spec, self.rule.full_mask, capacities, written, eviction=eviction, tree=self)
+            if l1_arena is None
+            else ArenaRoom(
+                spec, self.rule.full_mask, capacities[Tier.L2], l1_arena, written, eviction=eviction, tree=self
+            )
         )
+        self.arena = self._room if isinstance(self._room, ArenaRoom) else None  # L1, if its groups share it
         self.is_making_room = False  # whether the last patient ``acquire`` got nothing because of that
         self.write_ahead: WriteAhead | None = None  # asked for room where what is unwritten is spared
         self.pools = self._room.pools
@@ -268,7 +270,7 @@ class Index:
 
         ``patient``: nor while what is being written down will make room, rather than lose what is unwritten.
         """
-        if self.pools[tier][group].free_count < count:
+        if self._room.is_short(tier, group, count):
             self.settle()
         if patient and self.write_ahead is not None:
             handles = self._room.acquire(tier, group, count, may_lose=False)

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from hicache.node import Entry, Node, Tier
 from hicache.policies.eviction import EvictionPolicy
-from hicache.slots import SlotPool
+from hicache.slots import SlotPool, Slots
 from hicache.spec import CacheSpec
 
 _DEPTH_BITS = 24
@@ -24,6 +25,15 @@ class Tree(Protocol):
     def prune(self, node: Node | None) -> None:
         """Forget ``node`` and its parents as far as nothing of them is left."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class WrittenRule:
+    """Where objects are written to below L2, whether what is not yet written is spared, and what is counted."""
+
+    has_l3: bool
+    spares_unwritten: bool
+    lost: Counter[str]  # tokens that were evicted unwritten, by "<tier>.<group>"
 
 
 class Room:
@@ -42,14 +52,12 @@ class Room:
         spec: CacheSpec,
         full_mask: int,
         capacities: tuple[tuple[int, ...], tuple[int, ...]],
+        written: WrittenRule,
         *,
-        has_l3: bool,
-        spares_unwritten: bool,
-        lost: Counter[str],
         eviction: Callable[[Callable[[Entry], int]], EvictionPolicy[Entry]],
         tree: Tree,
     ) -> None:
-        self.pools = tuple(
+        self.pools: tuple[tuple[Slots, ...], ...] = tuple(
             tuple(
                 SlotPool(capacity, name=f"{tier.name}.{group.name}")
                 for group, capacity in zip(spec.groups, capacities[tier], strict=True)
@@ -57,18 +65,22 @@ class Room:
             for tier in Tier
         )
         self.evicted = [[0] * len(spec.groups) for _ in Tier]  # entries evicted so far, by tier and group
-        self._lost = lost
+        self._lost = written.lost
         self._lost_names = [[f"{tier.name.lower()}.{group.name}" for group in spec.groups] for tier in Tier]
         self._page_tokens = spec.page_tokens
-        self.spares_unwritten = spares_unwritten
+        self.spares_unwritten = written.spares_unwritten
         self._may_lose = True  # whether the ``acquire`` under way may evict what is unwritten
-        self._has_below = (any(capacities[Tier.L2]), has_l3)
+        self._has_below = (any(capacities[Tier.L2]), written.has_l3)
         self._full_mask = full_mask
         self._tree = tree
-        orders = [_last_path_use if reach is None else _last_use for reach in spec.reach_pages]
-        self._eviction = tuple(tuple(eviction(order) for order in orders) for _ in Tier)
-        self._unwritten = tuple(tuple(eviction(order) for order in orders) for _ in Tier)
+        self._last_uses = tuple(_last_path_use if reach is None else _last_use for reach in spec.reach_pages)
+        self._eviction = tuple(tuple(eviction(last_use) for last_use in self._last_uses) for _ in Tier)
+        self._unwritten = tuple(tuple(eviction(last_use) for last_use in self._last_uses) for _ in Tier)
         self._parked: tuple[tuple[dict[Entry, None], ...], ...] = tuple(tuple({} for _ in spec.groups) for _ in Tier)
+
+    def is_short(self, tier: Tier, group: int, count: int) -> bool:
+        """Whether something is evicted before ``count`` slots are acquired."""
+        return self.pools[tier][group].free_count < count
 
     def acquire(self, tier: Tier, group: int, count: int, *, may_lose: bool = True) -> list[int] | None:
         """``count`` slots, after evicting as much as that takes; None, when even that is not enough.
@@ -78,7 +90,7 @@ class Room:
         pool = self.pools[tier][group]
         self._may_lose = may_lose or not self.spares_unwritten
         while pool.free_count < count:
-            if not self._evict_one(tier, group):
+            if not self._make_room(tier, group):
                 return None
         return pool.acquire(count)
 
@@ -167,6 +179,10 @@ class Room:
 
     # -- eviction ----------------------------------------------------------------------------------------------------
 
+    def _make_room(self, tier: Tier, group: int) -> bool:
+        """Evict what shall go first, so that one slot more is free, or closer to it. False when nothing may go."""
+        return self._evict_one(tier, group)
+
     def _evict_one(self, tier: Tier, group: int) -> bool:
         return (
             self._evict_oldest(self._eviction[tier][group])
@@ -234,6 +250,12 @@ class Room:
         bit = 1 << entry.group
         other = entry.node.masks[1 - entry.tier]
         return bool(self._full_mask & bit) and not other & bit
+
+    def _is_evictable(self, entry: Entry, known: dict[Node, bool]) -> bool:
+        """Whether the entry, with all that would be stranded by that, may be evicted by the ``acquire`` under way."""
+        if self._is_last(entry):
+            return self._is_idle(entry.node, known)
+        return self._may_lose or not self.is_unwritten(entry)
 
     def _is_kept(self, node: Node) -> bool:
         """Whether something of it is in use, or spared."""

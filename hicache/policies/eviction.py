@@ -24,6 +24,10 @@ class EvictionPolicy(Protocol[Item]):
         """Take out the entry that shall go first; None when there is none."""
         ...
 
+    def first(self) -> Item | None:
+        """The entry that ``pop`` would take out."""
+        ...
+
     def __contains__(self, item: Item) -> bool: ...
 
     def __len__(self) -> int: ...
@@ -56,16 +60,27 @@ class Lru(Generic[Item]):
         self._live.discard(item)
 
     def pop(self) -> Item | None:
-        while self._heap:
-            stamp, _, item = heapq.heappop(self._heap)
+        item = self.first()
+        if item is not None:
+            heapq.heappop(self._heap)
             self._recorded.remove(item)
-            if item not in self._live:
-                continue
-            if self._last_use(item) == stamp:
-                self._live.remove(item)
+            self._live.remove(item)
+        return item
+
+    def first(self) -> Item | None:
+        while self._heap:
+            stamp, _, item = self._heap[0]
+            if item in self._live and self._last_use(item) == stamp:
                 return item
-            self._push(item)
+            heapq.heappop(self._heap)
+            self._recorded.remove(item)
+            if item in self._live:
+                self._push(item)
         return None
+
+    def first_use_min(self) -> int | None:
+        """No item was used before; None when there is none. O(1)."""
+        return self._heap[0][0] if self._heap else None
 
     def __contains__(self, item: Item) -> bool:
         return item in self._live

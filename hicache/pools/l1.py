@@ -37,7 +37,7 @@ class L1Pool:
         """
         self.spec = spec
         self.rank = spec.rank(rank)
-        self.device = _checked_device(device)
+        self.device = checked_device(device)
         paged: dict[int, torch.Tensor] = {}
         states: dict[int, dict[str, torch.Tensor]] = {}
         with torch.inference_mode(mode=False):  # a pool made inside of it could not be written outside of it
@@ -168,7 +168,7 @@ def _narrowed(layered: Layered, axis: int, span: Span) -> Layered:
     return [tensor.narrow(axis, first, stop - first) for tensor in layered]
 
 
-def _checked_device(device: str | torch.device) -> torch.device:
+def checked_device(device: str | torch.device) -> torch.device:
     try:
         checked = torch.device(device)
     except RuntimeError as error:

@@ -11,7 +11,7 @@ from hicache.cache import HiCache
 from hicache.connect import open_l3
 from hicache.l3 import L3
 from hicache.policies.prefetch import PrefetchPolicy
-from hicache.pools import L1Pool, L2Pool
+from hicache.pools import ArenaPool, L1Pool, L2Pool
 from hicache.sequence import Request, Restored
 from hicache.spec import CacheSpec, Group, PagedGroup, StateField, StateGroup
 from tests.core.memory_l3 import MemoryL3, Objects
@@ -44,13 +44,17 @@ def pattern(tokens: Sequence[int], name: str, shape: Sequence[int]) -> torch.Ten
 
 
 class SmallEngine:
-    """One engine process. ``objects`` is what its L3 shares with other engines, or ``address`` names its L3."""
+    """One engine process. ``objects`` is what its L3 shares with other engines, or ``address`` names its L3.
+
+    With ``l1_bytes`` all groups share L1, and ``l1``, the slots of each, is of no account.
+    """
 
     def __init__(
         self,
         groups: tuple[Group, ...] = HYBRID,
         *,
         l1: int = 32,
+        l1_bytes: int = 0,
         l2: int = 32,
         objects: Objects | None = None,
         address: str | None = None,
@@ -66,7 +70,7 @@ class SmallEngine:
             l3 = open_l3(address, spec=self.spec, memory=pool, capacity_bytes=STORE_BYTES)
         self.cache = HiCache(
             self.spec,
-            l1=L1Pool(self.spec, pages=l1, state_slots=l1),
+            l1=(ArenaPool.allocate(self.spec, l1_bytes) if l1_bytes else L1Pool(self.spec, pages=l1, state_slots=l1)),
             l2=pool,
             l3=l3,
             prefetch=prefetch or PrefetchPolicy("wait_complete", threshold_tokens=0),

@@ -10,12 +10,13 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, consumes, initialize, invariant, precondition, rule
 
+from hicache.arena import ArenaLayout
 from hicache.jobs import Job
 from hicache.outcome import Outcome
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.spec import Group
 from tests.core.simulated_executor import Fault, no_fault
-from tests.core.world import MODELS, PAGE, POLICIES, Live, World
+from tests.core.world import MODELS, PAGE, POLICIES, Live, World, shared
 
 TOKENS = st.lists(st.integers(0, 1), max_size=13)
 SNAPSHOT_POLICIES = st.builds(
@@ -49,6 +50,7 @@ class DirectoryMachine(RuleBasedStateMachine):
     @initialize(
         groups=st.sampled_from(MODELS),
         l1=st.tuples(*[st.integers(2, 12)] * 4),
+        arena=st.none() | st.tuples(st.integers(4, 12), st.tuples(*[st.integers(1, 4)] * 4)),
         l2=st.none() | st.tuples(*[st.integers(1, 8)] * 4),
         has_l3=st.booleans(),
         ranks=st.integers(1, 2),
@@ -62,6 +64,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self,
         groups: tuple[Group, ...],
         l1: tuple[int, ...],
+        arena: tuple[int, tuple[int, ...]] | None,
         l2: tuple[int, ...] | None,
         has_l3: bool,
         ranks: int,
@@ -74,6 +77,7 @@ class DirectoryMachine(RuleBasedStateMachine):
         self.world = World(
             groups,
             l1=l1,
+            arena=None if arena is None else shared(groups, units=arena[0], slots_per_unit=arena[1]),
             l2=l2 or 0,
             job_items_max=job_items_max,
             has_l3=has_l3 and l2 is not None,
@@ -192,16 +196,18 @@ TestDirectoryMachine = DirectoryMachine.TestCase
 
 
 class RandomWalk:
-    """Long runs, from a seed."""
+    """Long runs, from a seed; in every other one the groups share L1."""
 
     def __init__(self, seed: int, *, policy: str = "write_through") -> None:
         self.random = random.Random(seed)
         self.is_faulty = self.random.random() < 0.6
         self.deaths_per_step = 0.01 if self.random.random() < 0.3 else 0.0
         has_l2 = self.random.random() < 0.8
+        groups = self.random.choice(MODELS)
         self.world = World(
-            self.random.choice(MODELS),
+            groups,
             l1=self.slots(),
+            arena=self.arena(groups) if seed % 2 else None,
             l2=self.slots() if has_l2 else 0,
             job_items_max=self.random.choice([1, 2, 16]),
             has_l3=has_l2 and self.random.random() < 0.9,
@@ -226,6 +232,10 @@ class RandomWalk:
         return (
             (self.random.choice(sizes),) * 4 if self.random.random() < 0.5 else tuple(self.random.choices(sizes, k=4))
         )
+
+    def arena(self, groups: tuple[Group, ...]) -> ArenaLayout:
+        per_unit = tuple(self.random.choice([1, 1, 2, 3, 7]) for _ in range(4))
+        return shared(groups, units=self.random.choice([5, 8, 16, 40]), slots_per_unit=per_unit)
 
     def tokens(self, count: int) -> list[int]:
         return [self.random.randrange(2) for _ in range(count)]

@@ -7,8 +7,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from hicache.arena import Arena, ArenaLayout
 from hicache.errors import ConfigError, HandleError
-from hicache.slots import SlotPool, slot_of
+from hicache.slots import SlotPool, Slots, slot_of
 
 
 def test_a_pool_gives_all_that_is_asked_for_or_nothing() -> None:
@@ -70,11 +71,13 @@ def test_an_empty_pool_has_nothing_to_give() -> None:
 
 
 class SlotMachine(RuleBasedStateMachine):
-    """BR-011: against a dict from handle to holders; no slot ever has two owners."""
+    """BR-011: against a dict from handle to holders; no slot ever has two owners. Also where one group has an arena."""
 
-    @initialize(capacity=st.integers(0, 5))
-    def start(self, capacity: int) -> None:
-        self.pool = SlotPool(capacity)
+    @initialize(capacity=st.integers(0, 5), per_unit=st.none() | st.integers(1, 3))
+    def start(self, capacity: int, per_unit: int | None) -> None:
+        self.pool: Slots = SlotPool(capacity)
+        if per_unit is not None:
+            (self.pool,) = Arena(ArenaLayout(96, capacity, (per_unit,), (False,)), ["slots"]).pools
         self.held: dict[int, int] = {}
         self.stale: list[int] = []
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from hicache.arena import ArenaLayout
+from hicache.arena_room import ArenaRoom
 from hicache.directory import Directory, DirectoryConfig
 from hicache.handover import Handover
 from hicache.jobs import CopyKind, StoreJob
@@ -14,10 +18,11 @@ from hicache.node import Entry, Keep, Tier
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WriteBack, WritePolicy, WriteThrough, WriteThroughSelective
 from hicache.request import RequestRecord
+from hicache.room import Room
 from hicache.slots import slot_of
 from hicache.spec import CacheSpec, Group, PagedGroup, StateField, StateGroup
 from hicache.stats import DirectoryStats
-from tests.core.simulated_executor import CLEAR, EMPTY, Fault, SimulatedExecutor, no_fault
+from tests.core.simulated_executor import CLEAR, EMPTY, GARBAGE, Fault, SimulatedExecutor, no_fault
 
 PAGE = 2
 FULL = PagedGroup("attn", (0,), 1, 1, "float32")
@@ -43,6 +48,19 @@ POLICIES: dict[str, Callable[[], WritePolicy]] = {
 }
 
 
+def shared(groups: tuple[Group, ...], *, units: int, slots_per_unit: tuple[int, ...]) -> ArenaLayout:
+    """An arena of ``units`` units, each with so many slots of each group."""
+    states = tuple(isinstance(group, StateGroup) for group in groups)
+    return ArenaLayout(math.lcm(*range(1, 9)), units, slots_per_unit[: len(groups)], states)
+
+
+def is_idle(room: Room, entry: Entry) -> bool:
+    """Whether the entry waits to be evicted; in one place if so."""
+    places = [queue[entry.tier][entry.group] for queue in (room._eviction, room._unwritten, room._parked)]
+    assert sum(entry in place for place in places) <= 1
+    return any(entry in place for place in places)
+
+
 @dataclass(eq=False)
 class Live:
     """A request and what the engine knows of it."""
@@ -62,7 +80,8 @@ class Live:
 class World:
     """``config`` is that of Directory; slot counts are given for each group, or as one number for all of them.
 
-    ``job_items_max`` bounds the jobs to and from L3, so that few pages already arrive in many pieces.
+    With ``arena`` the groups share L1, and ``l1`` is of no account. ``job_items_max`` bounds the jobs to and from L3,
+    so that few pages already arrive in many pieces.
     """
 
     def __init__(
@@ -71,6 +90,7 @@ class World:
         *,
         l1: int | tuple[int, ...],
         l2: int | tuple[int, ...] = 0,
+        arena: ArenaLayout | None = None,
         job_items_max: int = 16,
         seconds_per_request: float = 0.0,
         policy: Callable[[], WritePolicy] = WriteThrough,
@@ -84,7 +104,8 @@ class World:
             (slots,) * len(groups) if isinstance(slots, int) else slots[: len(groups)] for slots in (l1, l2)
         )
         settings = {"has_l3": any(l2_slots), "prefetch_threshold_tokens": 0} | config
-        self.config = DirectoryConfig(l1_slots, l2_slots, **settings)  # type: ignore[arg-type]
+        l1_slots = l1_slots if arena is None else arena.slot_counts
+        self.config = DirectoryConfig(l1_slots, l2_slots, l1_arena=arena, **settings)  # type: ignore[arg-type]
         self.lives: list[DirectoryStats] = []  # one for each start
         self.policy = policy
         self.snapshot_policy = snapshot_policy or SnapshotPolicy(cap_per_path=None)
@@ -353,6 +374,8 @@ class World:
         for live in self.live:
             if live.handover is not None:
                 self.check_handover(live.handover)
+        if self.config.l1_arena is not None:
+            self.check_arena(self.config.l1_arena)
         if not self.directory.open_jobs:
             self.check_nothing_leaked()
             self.check_l3_has_no_holes()
@@ -381,10 +404,9 @@ class World:
         for tier, group, entry in self.entries():
             is_nearest = tier is Tier.L1 or not entry.node.masks[Tier.L1] >> group & 1
             is_held = bool(full >> group & 1 and is_nearest and entry.node.held)
-            queues = index._room._eviction, index._room._unwritten, index._room._parked
-            is_waiting, is_spared, is_parked = (entry in queue[tier][group] for queue in queues)
-            assert is_waiting + is_spared + is_parked == (not entry.pins and not is_held)
-            if is_waiting or is_spared:
+            assert is_idle(index._room, entry) == (not entry.pins and not is_held)
+            is_spared = entry in index._room._unwritten[tier][group]
+            if is_spared or entry in index._room._eviction[tier][group]:
                 assert is_spared == (index._room.spares_unwritten and self.is_unwritten(entry))
         for live in self.live:
             self.check_what_was_found(live)
@@ -490,6 +512,35 @@ class World:
             )
         if not self.directory.open_jobs:
             assert not handover.is_under_way
+
+    def check_arena(self, layout: ArenaLayout) -> None:
+        """Every byte is of one slot, or free, or stranded; what another group has taken is lost to the old one."""
+        room = self.directory.index._room
+        assert isinstance(room, ArenaRoom)
+        arena = room.arena
+        taken: dict[int, int] = {}  # by unit: the group that has slots in it
+        used_bytes = 0
+        for group, pool in enumerate(arena.pools):
+            held = [slot for slot in range(pool.capacity) if pool._holders[slot]]
+            used_bytes += len(held) * layout.stride_bytes(group)
+            for unit in {arena.unit_of(group, slot) for slot in held}:
+                assert taken.setdefault(unit, group) == group, "slots of two groups share bytes"
+            idle = {
+                slot_of(e.handle)
+                for tier, g, e in self.entries()
+                if tier is Tier.L1 and g == group and is_idle(room, e)
+            }
+            assert idle == set(room._idle[group])
+            assert idle <= set(held)
+            idle_units = [unit for unit in pool.units() if idle >= set(pool.slots_of(unit)) & set(held)]
+            assert pool.idle_units == len(idle_units) == sum(map(pool.is_idle, pool.units()))
+        assert {unit: owner for unit, owner in enumerate(arena.owners) if owner is not None} == taken
+        free_bytes = arena.free_units * layout.unit_bytes
+        assert used_bytes + arena.stranded_bytes + free_bytes == layout.size_bytes
+        for rank, group in itertools.product(self.executor.ranks, range(len(self.spec.groups))):
+            for slot in list(rank.l1[group]):
+                if arena.owners[arena.unit_of(group, slot)] not in (None, group):
+                    rank.l1[group][slot] = GARBAGE
 
     def check_nodes(self) -> None:
         index = self.directory.index
