@@ -11,8 +11,8 @@ from hicache.arena import slot_bytes
 
 
 def served(workload: str, state_share: float | None) -> Row:
-    """A fifth of the workload."""
-    phases = [replace(phase, steps=phase.steps // 5) for phase in WORKLOADS[workload]]
+    """An eighth of the workload."""
+    phases = [replace(phase, steps=phase.steps // 8) for phase in WORKLOADS[workload]]
     config = unified(L1_BYTES) if state_share is None else split_of(L1_BYTES, state_share)
     return simulate(workload, phases, config, state_share=state_share)
 
