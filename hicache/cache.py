@@ -23,7 +23,7 @@ from hicache.l3 import L3
 from hicache.loader import Load
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
 from hicache.policies.write import WritePolicy
-from hicache.pools import ArenaPool, L1Pool, L2Pool, l2_slot_counts
+from hicache.pools import ArenaPool, L1Pool, L2Pool, l2_slot_counts, open_l1
 from hicache.pools.registration import registrar_for
 from hicache.request import RequestRecord
 from hicache.slots import slot_of
@@ -174,7 +174,7 @@ class HiCache:
         )
         if l3 is not None and l2_bytes == 0:
             raise ConfigError("l2_bytes", l2_bytes, "more than 0 when l3 is set: L3 reads and writes L2 pages")
-        l1 = _open_l1(spec, pages=l1_pages, state_slots=l1_state_slots, size_bytes=l1_bytes, device=device)
+        l1 = open_l1(spec, pages=l1_pages, state_slots=l1_state_slots, size_bytes=l1_bytes, device=device)
         l2 = None
         client: L3 | None = None
         try:
@@ -385,17 +385,6 @@ class HiCache:
         finally:
             self._pumping = False
         self._changed.notify_all()
-
-
-def _open_l1(spec: CacheSpec, *, pages: int, state_slots: int, size_bytes: int, device: str) -> L1Pool:
-    if size_bytes:
-        for setting, value in (("l1_pages", pages), ("l1_state_slots", state_slots)):
-            if value:
-                raise ConfigError(setting, value, f"0 with l1_bytes = {size_bytes}, which all groups share as needed")
-        return ArenaPool.allocate(spec, size_bytes, device=device)
-    if spec.has_state and state_slots < 1:
-        raise ConfigError("l1_state_slots", state_slots, "at least 1, since the model has state groups, or l1_bytes")
-    return L1Pool(spec, pages=pages, state_slots=state_slots, device=device)
 
 
 def _check_settings(*, counts: Mapping[str, object], texts: Mapping[str, object], salt: object) -> None:
