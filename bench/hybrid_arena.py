@@ -322,7 +322,7 @@ def _fixed_splits(workload: str, phases: Sequence[Phase], *, step: float) -> lis
     def run(share: float) -> Row:
         return simulate(workload, phases, split_of(L1_BYTES, share), state_share=share)
 
-    shares = itertools.takewhile(lambda share: share < 1, itertools.count(step, step))
+    shares = itertools.takewhile(lambda share: share < 0.99, itertools.count(step, step))
     rows = [run(round(share, 3)) for share in shares]
     best = max(rows, key=lambda row: row.served_share).state_share
     assert best is not None

@@ -87,8 +87,7 @@ class ArenaRoom(Room):
         """See Room."""
         if tier is not Tier.L1:
             return super().is_short(tier, group, count)
-        pool = self.arena.pools[group]
-        return pool.own_free_count < count and (self._is_scarce() or pool.free_count < count)
+        return self.arena.pools[group].own_free_count < count
 
     def acquire(self, tier: Tier, group: int, count: int, *, may_lose: bool = True) -> list[int] | None:
         """See Room."""

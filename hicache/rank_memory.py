@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from hicache.connect import open_l3
 from hicache.errors import ConfigError
 from hicache.l3 import L3
-from hicache.pools import L1Pool, L2Pool, l2_slot_counts
+from hicache.pools import L1Pool, L2Pool, l2_slot_counts, open_l1
 from hicache.pools.registration import registrar_for
 from hicache.spec import CacheSpec
 
@@ -26,10 +26,11 @@ class MemorySettings:
     device: str
     deployment: str = ""
     salt: bytes | None = None
+    l1_bytes: int = 0
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what a type checker would have refused, and for what contradicts itself."""
-        for name in ("l1_pages", "l1_state_slots", "l2_bytes"):
+        for name in ("l1_pages", "l1_state_slots", "l1_bytes", "l2_bytes"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ConfigError(name, value, "a whole number of at least 0")
@@ -56,10 +57,13 @@ class RankMemory:
     @classmethod
     def open(cls, spec: CacheSpec, settings: MemorySettings, *, rank: int) -> RankMemory:
         """Raises ConfigError when it is more than there is, and then holds nothing. Never waits for L3."""
-        if spec.has_state and settings.l1_state_slots < 1:
-            raise ConfigError("l1_state_slots", settings.l1_state_slots, "at least 1: the model has state groups")
-        l1 = L1Pool(
-            spec, rank=rank, pages=settings.l1_pages, state_slots=settings.l1_state_slots, device=settings.device
+        l1 = open_l1(
+            spec,
+            rank=rank,
+            pages=settings.l1_pages,
+            state_slots=settings.l1_state_slots,
+            size_bytes=settings.l1_bytes,
+            device=settings.device,
         )
         if not settings.l2_bytes:
             return cls(l1, None, None)

@@ -79,7 +79,7 @@ class Room:
         self._parked: tuple[tuple[dict[Entry, None], ...], ...] = tuple(tuple({} for _ in spec.groups) for _ in Tier)
 
     def is_short(self, tier: Tier, group: int, count: int) -> bool:
-        """Whether something is evicted before ``count`` slots are acquired."""
+        """Whether it depends on what may be evicted how ``count`` slots are acquired."""
         return self.pools[tier][group].free_count < count
 
     def acquire(self, tier: Tier, group: int, count: int, *, may_lose: bool = True) -> list[int] | None:

@@ -40,6 +40,20 @@ class ArenaPool(L1Pool):
         return pool
 
 
+def open_l1(spec: CacheSpec, *, rank: int, pages: int, state_slots: int, size_bytes: int, device: str) -> L1Pool:
+    """An L1 of ``pages`` and ``state_slots`` for each group, or of ``size_bytes`` for all. Raises ConfigError."""
+    if size_bytes:
+        if spec.rank_count > 1:
+            raise ConfigError("l1_bytes", size_bytes, f"0: {spec.rank_count} ranks share l1_pages and l1_state_slots")
+        for setting, value in (("l1_pages", pages), ("l1_state_slots", state_slots)):
+            if value:
+                raise ConfigError(setting, value, f"0 with l1_bytes = {size_bytes}, which all groups share as needed")
+        return ArenaPool.allocate(spec, size_bytes, device=device)
+    if spec.has_state and state_slots < 1:
+        raise ConfigError("l1_state_slots", state_slots, "at least 1, since the model has state groups, or l1_bytes")
+    return L1Pool(spec, rank=rank, pages=pages, state_slots=state_slots, device=device)
+
+
 def _views(spec: CacheSpec, layout: ArenaLayout, memory: torch.Tensor, index: int) -> Any:  # as L1Pool.adopt takes them
     group = spec.groups[index]
     count, stride_bytes = layout.slot_counts[index], layout.stride_bytes(index)
