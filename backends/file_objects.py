@@ -17,7 +17,7 @@ from hicache.backends.file_writer import WriterFolder
 from hicache.checksum import payload_hasher
 from hicache.outcome import Outcome
 
-SEGMENT_BYTES = 1 << 20  # hashed while in cache; larger ones leave it, smaller ones cost calls
+SEGMENT_BYTES = 512 << 10  # hashed while in cache; larger ones leave it, smaller ones cost calls
 
 
 class ObjectFiles:

@@ -16,7 +16,7 @@ from hicache.checksum import payload_hasher
 from hicache.errors import BackendError
 
 SLAB_NAME = "chunks.slab"
-PIECE_CHUNKS = 16  # copied in one call without the GIL, and then hashed while it is in the cache of the core
+PIECE_CHUNKS = 8  # copied in one call without the GIL, and then hashed in the cache of the core, half of which it fills
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -40,12 +40,12 @@ class Slab:
         self._mapped = _map(path, self.chunks)
 
     def write(self, key: bytes, payload: memoryview, chunk_ids: ChunkIdArray) -> int:
-        """Store a payload in these chunks; returns its checksum."""
+        """Store a payload in these chunks; returns its checksum. Each piece is hashed when the copy has brought it into
+        the cache."""
         mapped, hasher = self._mapped, payload_hasher(key)
         source: Bytes = np.frombuffer(payload, dtype=np.uint8)
         for start in range(0, len(chunk_ids), PIECE_CHUNKS):
             piece = source[start * CHUNK_BYTES : (start + PIECE_CHUNKS) * CHUNK_BYTES]
-            hasher.update(piece.data)
             whole, tail_bytes = divmod(len(piece), CHUNK_BYTES)
             ids = chunk_ids[start : start + PIECE_CHUNKS]
             if whole == 1:  # without a list of ids, which costs a small object a tenth of its copy
@@ -54,12 +54,15 @@ class Slab:
                 mapped[ids[:whole]] = piece[: whole * CHUNK_BYTES].reshape(whole, CHUNK_BYTES)
             if tail_bytes:
                 mapped[ids[whole], :tail_bytes] = piece[whole * CHUNK_BYTES :]
+            hasher.update(piece.data)
         return hasher.intdigest()
 
     def read(self, key: bytes, target: memoryview, chunk_ids: ChunkIdArray) -> int:
         """Fill ``target`` from these chunks; returns the checksum of what is there then. Ids that are none read others:
-        only a payload that verifies is one."""
+        only a payload that verifies is one. Raises BackendError after ``close``."""
         mapped, hasher = self._mapped, payload_hasher(key)
+        if not len(mapped):
+            raise BackendError("the backend is closed")
         filled: Bytes = np.frombuffer(target, dtype=np.uint8)
         for start in range(0, len(chunk_ids), PIECE_CHUNKS):
             piece = filled[start * CHUNK_BYTES : (start + PIECE_CHUNKS) * CHUNK_BYTES]

@@ -119,9 +119,7 @@ class Residents:
         self._owners.cells[slot] = tenant.number
         self._flags.cells[slot] = 0
         self._count += 1
-        tenant.objects += 1
-        tenant.payload_bytes += size_bytes
-        tenant.stored_bytes += self._stored_bytes(size_bytes)
+        tenant.change(objects=1, payload_bytes=size_bytes, stored_bytes=self._stored_bytes(size_bytes))
 
     def add_many(self, keys: Sequence[bytes], sizes_bytes: Sequence[int], *, now_s: float) -> None:
         """``add`` each, the first one as the last, and so as the most recently used."""
@@ -157,12 +155,8 @@ class Residents:
         else:
             self._free.append(slot)
         self._count -= 1
-        tenant.objects -= 1
-        tenant.payload_bytes -= size_bytes
-        tenant.stored_bytes -= self._stored_bytes(size_bytes)
-        if tenant.objects == 0:
-            del self._tenants[digest], self._owned[tenant.number]
-            self._queues.pop(tenant.number, None)
+        tenant.change(objects=-1, payload_bytes=-size_bytes, stored_bytes=-self._stored_bytes(size_bytes))
+        self._forget_if_empty(digest)
         return size_bytes
 
     def load(
@@ -188,21 +182,24 @@ class Residents:
         """Put new keys into free slots; their times are still missing."""
         self._keys.insert(keys, slots)
         self._sizes.array[slots] = sizes
-        self._owners.array[slots] = self._count_owned([key[:TENANT_BYTES] for key in keys], sizes)
-        self._count += len(keys)
-
-    def _count_owned(self, digests: list[bytes], sizes: NDArray[np.int64]) -> NDArray[np.uint32]:
-        """Counts objects for their tenants, and returns the tenants' numbers."""
+        digests = [key[:TENANT_BYTES] for key in keys]
         numbers = {digest: self._tenant(digest).number for digest in set(digests)}
-        owners = np.array([numbers[digest] for digest in digests], dtype=np.uint32)
+        self._owners.array[slots] = [numbers[digest] for digest in digests]
+        self._count_owned(numbers, slots, sign=1)
+
+    def _count_owned(self, digests: Iterable[bytes], slots: Slots, *, sign: int) -> None:
+        """Objects in these slots, each of one of these tenants, have come (``sign`` 1) or gone (-1)."""
+        self._count += sign * len(slots)
+        owners, sizes = self._owners.array[slots], self._sizes.array[slots]
         stored = self._stored(sizes)
-        for digest, number in numbers.items():
-            is_own = owners == number
+        for digest in digests:
             tenant = self._tenants[digest]
-            tenant.objects += int(is_own.sum())
-            tenant.payload_bytes += int(sizes[is_own].sum())
-            tenant.stored_bytes += int(stored[is_own].sum())
-        return owners
+            is_own = owners == tenant.number
+            tenant.change(
+                objects=sign * int(is_own.sum()),
+                payload_bytes=sign * int(sizes[is_own].sum()),
+                stored_bytes=sign * int(stored[is_own].sum()),
+            )
 
     def take_victims(
         self,
@@ -237,7 +234,8 @@ class Residents:
             if not is_complete or not queue.is_ready():
                 return None
         victims: list[tuple[bytes, int]] = []
-        holds = self._holds.cells
+        victim_slots: list[int] = []
+        holds, sizes = self._holds.cells, self._sizes.cells
         freed_bytes, is_last = 0, False
         slots, times, ends, entries = queue.head(self._used.array, EXAMINED_MAX)
         for slot, used_at_s, end in zip(slots.tolist(), times.tolist(), ends.tolist(), strict=True):
@@ -248,15 +246,37 @@ class Residents:
             if holds[slot] or is_kept(key):
                 self._set_aside(slot)
                 continue
-            size_bytes = self.discard(key)
-            assert size_bytes is not None
-            victims.append((key, size_bytes))
-            freed_bytes += self._stored_bytes(size_bytes)
+            victims.append((key, sizes[slot]))
+            victim_slots.append(slot)
+            freed_bytes += self._stored_bytes(sizes[slot])
             if is_last := freed_bytes >= enough_bytes or len(victims) >= count_max:
                 entries = end
                 break
         queue.drop(entries)
+        self._discard_victims(victims, victim_slots)
         return victims if victims or is_last else None
+
+    def _discard_victims(self, victims: list[tuple[bytes, int]], slots: list[int]) -> None:
+        """``discard`` each; none is held or aside."""
+        if len(victims) <= ONE_BY_ONE_MAX:
+            for key, _ in victims:
+                self.discard(key)
+            return
+        taken = np.array(slots, dtype=np.int64)
+        self._keys.remove(taken)
+        self._used.array[taken] = NEVER
+        self._flags.array[taken] = 0
+        self._free.extend(slots)
+        digests = {key[:TENANT_BYTES] for key, _ in victims}
+        self._count_owned(digests, taken, sign=-1)
+        for digest in digests:
+            self._forget_if_empty(digest)
+
+    def _forget_if_empty(self, digest: bytes) -> None:
+        tenant = self._tenants[digest]
+        if tenant.objects == 0:
+            del self._tenants[digest], self._owned[tenant.number]
+            self._queues.pop(tenant.number, None)
 
     def put_back(self, keys: Sequence[bytes]) -> None:
         """What kept these has ended: those set aside are now the most recently used, the first as the last."""

@@ -24,6 +24,12 @@ class Owner:
     objects: int = 0
     aside: int = 0  # of the objects: met by an eviction and not to go
 
+    def change(self, *, objects: int, payload_bytes: int, stored_bytes: int) -> None:
+        """It has so many more."""
+        self.objects += objects
+        self.payload_bytes += payload_bytes
+        self.stored_bytes += stored_bytes
+
     def usage(self) -> TenantUsage:
         """What it has now."""
         return TenantUsage(self.payload_bytes, self.stored_bytes, self.objects)
