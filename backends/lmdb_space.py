@@ -26,15 +26,22 @@ class KeyClaims:
         self._is_shut = False
 
     @contextmanager
-    def of(self, keys: Sequence[bytes]) -> Iterator[None]:
-        """Inside, nobody else is there with any of these keys; waits for who is. Raises BackendError after ``shut``."""
+    def of(self, keys: Sequence[bytes], *, timeout_s: float) -> Iterator[bool]:
+        """Inside, nobody else is there with any of these keys; False when somebody did not leave in time.
+
+        Raises BackendError after ``shut``.
+        """
         with self._lock:
-            self._lock.wait_for(lambda: self._is_shut or self._claimed.isdisjoint(keys))
+            is_free = self._lock.wait_for(lambda: self._is_shut or self._claimed.isdisjoint(keys), timeout_s)
             if self._is_shut:
                 raise BackendError("the backend is closed")
-            self._claimed.update(keys)
+            if is_free:
+                self._claimed.update(keys)
+        if not is_free:
+            yield False
+            return
         try:
-            yield
+            yield True
         finally:
             with self._lock:
                 self._claimed.difference_update(keys)

@@ -27,6 +27,7 @@ from hicache.notices import Notices
 from hicache.outcome import Outcome
 
 SYNC_BUDGET_S = 3.0
+CLAIM_WAIT_S = 30.0  # for another put of the same key: one that takes as long is stuck
 _ORDER_S = 1e-6  # earlier in a batch: longer kept
 
 
@@ -103,8 +104,13 @@ class LmdbBackend:
         wanted = list(first_of.values())
         for start in range(0, len(wanted), KEYS_PER_TRANSACTION):
             positions = wanted[start : start + KEYS_PER_TRANSACTION]
-            with self._claims.of([items[position].key for position in positions]):
-                self._put_some(items, positions, outcomes)
+            with self._claims.of([items[position].key for position in positions], timeout_s=CLAIM_WAIT_S) as is_claimed:
+                if is_claimed:
+                    self._put_some(items, positions, outcomes)
+                else:
+                    self._fail_put(
+                        TimeoutError(f"another put of a key did not end in {CLAIM_WAIT_S} s"), positions, outcomes
+                    )
         if len(first_of) < len(items):
             _copy_to_duplicates(items, first_of, outcomes)
         return outcomes

@@ -14,7 +14,7 @@ from hicache.backends.columns import Column
 from hicache.backends.held import HeldBytes
 from hicache.backends.key_index import ONE_BY_ONE_MAX, KeyIndex
 from hicache.backends.key_table import NO_SLOT, Slots, first_of_each
-from hicache.backends.tenant_usage import Owner, TenantUsage
+from hicache.backends.tenant_usage import Owners, TenantUsage
 from hicache.backends.victims import NEVER, SCAN_SLOTS, VictimQueue
 from hicache.tenancy import TENANT_BYTES
 
@@ -57,9 +57,7 @@ class Residents:
         self._gone: dict[bytes, int] = {}  # discarded while held: these keep their slots
         self._held_count = 0
         self._held = HeldBytes()
-        self._tenants: dict[bytes, Owner] = {}
-        self._owned: dict[int, Owner] = {}  # the same by number
-        self._last_number = 0
+        self._tenants = Owners()
         self._count = self._aside_count = 0
         self._newest_s = -math.inf
         self._queues: dict[int | None, VictimQueue] = {}  # by owner; 16 bytes for a 256th or 1,024 of its objects
@@ -107,7 +105,7 @@ class Residents:
             raise ValueError(f"a key has 1 to {PHYSICAL_KEY_BYTES_MAX} bytes, not {len(key)}")
         self.discard(key)
         slot = self._slot_for(key, size_bytes)
-        tenant = self._tenant(key[:TENANT_BYTES])
+        tenant = self._tenants.of(key[:TENANT_BYTES])
         self._keys.insert_one(key, slot)
         if is_expired:
             for owner in (None, tenant.number):
@@ -143,7 +141,7 @@ class Residents:
         if slot == NO_SLOT:
             return None
         digest = key[:TENANT_BYTES]
-        tenant = self._tenants[digest]
+        tenant = self._tenants.of(digest)
         size_bytes: int = self._sizes.cells[slot]
         if self._flags.cells[slot] & _IS_ASIDE:
             self._aside_count -= 1
@@ -183,7 +181,7 @@ class Residents:
         self._keys.insert(keys, slots)
         self._sizes.array[slots] = sizes
         digests = [key[:TENANT_BYTES] for key in keys]
-        numbers = {digest: self._tenant(digest).number for digest in set(digests)}
+        numbers = {digest: self._tenants.of(digest).number for digest in set(digests)}
         self._owners.array[slots] = [numbers[digest] for digest in digests]
         self._count_owned(numbers, slots, sign=1)
 
@@ -193,7 +191,7 @@ class Residents:
         owners, sizes = self._owners.array[slots], self._sizes.array[slots]
         stored = self._stored(sizes)
         for digest in digests:
-            tenant = self._tenants[digest]
+            tenant = self._tenants.of(digest)
             is_own = owners == tenant.number
             tenant.change(
                 objects=sign * int(is_own.sum()),
@@ -273,9 +271,9 @@ class Residents:
             self._forget_if_empty(digest)
 
     def _forget_if_empty(self, digest: bytes) -> None:
-        tenant = self._tenants[digest]
+        tenant = self._tenants.of(digest)
         if tenant.objects == 0:
-            del self._tenants[digest], self._owned[tenant.number]
+            self._tenants.drop(digest)
             self._queues.pop(tenant.number, None)
 
     def put_back(self, keys: Sequence[bytes]) -> None:
@@ -345,21 +343,18 @@ class Residents:
 
     def tenants(self) -> list[bytes]:
         """Tenants that have objects."""
-        return list(self._tenants)
+        return self._tenants.tenants()
 
     @property
     def tenants_version(self) -> tuple[int, int]:
         """Another one when ``tenants`` are others."""
-        return self._last_number, len(self._tenants)
+        return self._tenants.version
 
     def _new_slots(self, count: int) -> int:
         """The first of so many that follow each other and were never taken."""
         first, self._slot_end = self._slot_end, self._slot_end + count
-        self._sizes.reserve(self._slot_end)
-        self._used.reserve(self._slot_end)
-        self._owners.reserve(self._slot_end)
-        self._flags.reserve(self._slot_end)
-        self._holds.reserve(self._slot_end)
+        for column in (self._sizes, self._used, self._owners, self._flags, self._holds):
+            column.reserve(self._slot_end)
         return first
 
     def _slot_for(self, key: bytes, size_bytes: int) -> int:
@@ -393,7 +388,7 @@ class Residents:
         flags = self._flags.array[slots]
         for slot in set(slots[(flags & _IS_ASIDE) != 0].tolist()):
             self._aside_count -= 1
-            self._owned[self._owners.cells[slot]].aside -= 1
+            self._tenants[self._owners.cells[slot]].aside -= 1
         self._flags.array[slots] = _IS_TOUCHED
         times = self._next_time(now_s) + TICK_S * np.arange(len(slots))
         self._used.array[slots[::-1]] = times  # of a slot that is there twice the first one, assigned last, counts
@@ -403,17 +398,7 @@ class Residents:
         self._flags.cells[slot] |= _IS_ASIDE
         self._used.cells[slot] = NEVER
         self._aside_count += 1
-        self._owned[self._owners.cells[slot]].aside += 1
-
-    def _tenant(self, digest: bytes) -> Owner:
-        tenant = self._tenants.get(digest)
-        if tenant is None:
-            self._last_number += 1
-            tenant = self._tenants[digest] = self._owned[self._last_number] = Owner(self._last_number)
-        return tenant
+        self._tenants[self._owners.cells[slot]].aside += 1
 
     def _queue(self, owner: int | None) -> VictimQueue:
-        queue = self._queues.get(owner)
-        if queue is None:
-            queue = self._queues[owner] = VictimQueue(owner)
-        return queue
+        return self._queues.setdefault(owner, VictimQueue(owner))

@@ -138,12 +138,14 @@ def test_a_claim_waits_for_another_one_with_a_common_key_only() -> None:
     entered = threading.Event()
 
     def enter() -> None:
-        with claims.of([b"b", b"c"]):
+        with claims.of([b"b", b"c"], timeout_s=20.0):
             entered.set()
 
-    with claims.of([b"a", b"b"]):
-        with claims.of([b"c"]):
-            pass
+    with claims.of([b"a", b"b"], timeout_s=20.0):
+        with claims.of([b"c"], timeout_s=0.0) as is_claimed:
+            assert is_claimed
+        with claims.of([b"b", b"c"], timeout_s=0.0) as is_claimed:
+            assert not is_claimed
         other = threading.Thread(target=enter)
         other.start()
         assert not entered.wait(0.05)
