@@ -16,7 +16,7 @@ from hicache.checksum import payload_hasher
 from hicache.errors import BackendError
 
 SLAB_NAME = "chunks.slab"
-# Copied in one call without the GIL, and hashed in the cache of the core: smaller pieces cost calls, larger ones leave it.
+# Copied in one call without the GIL, and hashed in the core's cache: larger ones leave it, smaller ones cost calls.
 WRITE_PIECE_CHUNKS = 16
 READ_PIECE_CHUNKS = 8
 

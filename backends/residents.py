@@ -198,6 +198,7 @@ class Residents:
                 payload_bytes=sign * int(sizes[is_own].sum()),
                 stored_bytes=sign * int(stored[is_own].sum()),
             )
+            self._forget_if_empty(digest)
 
     def take_victims(
         self,
@@ -223,7 +224,8 @@ class Residents:
         candidates = self._count - self._aside_count if owned is None else owned.objects - owned.aside
         if candidates == 0 or count_max <= 0 or enough_bytes <= 0 or used_before_s == -math.inf:
             return []
-        queue = self._queue(None if owned is None else owned.number)
+        number = None if owned is None else owned.number
+        queue = self._queues.setdefault(number, VictimQueue(number))
         if not queue.is_ready():
             taken = slice(self._slot_end)
             is_complete = queue.scan(
@@ -265,10 +267,7 @@ class Residents:
         self._used.array[taken] = NEVER
         self._flags.array[taken] = 0
         self._free.extend(slots)
-        digests = {key[:TENANT_BYTES] for key, _ in victims}
-        self._count_owned(digests, taken, sign=-1)
-        for digest in digests:
-            self._forget_if_empty(digest)
+        self._count_owned({key[:TENANT_BYTES] for key, _ in victims}, taken, sign=-1)
 
     def _forget_if_empty(self, digest: bytes) -> None:
         tenant = self._tenants.of(digest)
@@ -338,8 +337,7 @@ class Residents:
 
     def tenant_usage(self, tenant: bytes) -> TenantUsage:
         """What one tenant has."""
-        owned = self._tenants.get(tenant)
-        return owned.usage() if owned else TenantUsage()
+        return owned.usage() if (owned := self._tenants.get(tenant)) else TenantUsage()
 
     def tenants(self) -> list[bytes]:
         """Tenants that have objects."""
@@ -399,6 +397,3 @@ class Residents:
         self._used.cells[slot] = NEVER
         self._aside_count += 1
         self._tenants[self._owners.cells[slot]].aside += 1
-
-    def _queue(self, owner: int | None) -> VictimQueue:
-        return self._queues.setdefault(owner, VictimQueue(owner))
