@@ -22,8 +22,8 @@ Result = TypeVar("Result")
 class Helpers:
     """Does the same work on many items in the thread that asks and, where cores are idle, in others. Thread-safe.
 
-    As many threads move bytes as there are cores, those that ask included. No call waits for a helper that has not
-    begun; one that is stuck holds up the call that it helps, as that would have been, and no other.
+    Helpers join a call while fewer threads go through items than there are cores. No call waits for a helper that has
+    not begun; one that is stuck holds up the call that it helps, as the medium would have, and no other.
     """
 
     def __init__(self, name: str) -> None:
