@@ -17,7 +17,9 @@ from hicache.backends.file_writer import WriterFolder
 from hicache.checksum import payload_hasher
 from hicache.outcome import Outcome
 
-SEGMENT_BYTES = 1 << 20  # hashed while in cache; larger ones leave it, smaller ones cost calls
+# Hashed while in cache: larger ones leave it, smaller ones cost calls, and those that write are the dearer ones.
+WRITE_SEGMENT_BYTES = 1 << 20
+READ_SEGMENT_BYTES = 512 << 10
 
 
 class ObjectFiles:
@@ -71,9 +73,9 @@ class ObjectFiles:
     def _write_object(self, fd: int, item: PutItem) -> None:
         raw = item.payload.cast("B")
         hasher = payload_hasher(item.key)
-        is_one_call = len(raw) <= SEGMENT_BYTES
-        for start in range(0, len(raw), SEGMENT_BYTES):
-            part = raw[start : start + SEGMENT_BYTES]
+        is_one_call = len(raw) <= WRITE_SEGMENT_BYTES
+        for start in range(0, len(raw), WRITE_SEGMENT_BYTES):
+            part = raw[start : start + WRITE_SEGMENT_BYTES]
             hasher.update(part)
             if not is_one_call:
                 write_all(self._calls, fd, [part], HEADER_BYTES + start)
@@ -108,7 +110,7 @@ class ObjectFiles:
     def _read_object(self, path: str, fd: int, item: GetItem) -> Outcome:
         raw = memoryview(bytearray(HEADER_BYTES))
         target = item.target.cast("B")
-        segments = [target[start : start + SEGMENT_BYTES] for start in range(0, len(target), SEGMENT_BYTES)]
+        segments = [target[start : start + READ_SEGMENT_BYTES] for start in range(0, len(target), READ_SEGMENT_BYTES)]
         is_cold = self._direct is not None and not self._is_cached(fd, raw)
         ahead = segments if is_cold else segments[:1]
         is_whole = self._read_cold(path, fd, [raw, *ahead]) if is_cold else read_all(self._calls, fd, [raw, *ahead], 0)
@@ -121,7 +123,7 @@ class ObjectFiles:
         hasher = payload_hasher(item.key)
         for number, segment in enumerate(segments):
             if number >= len(ahead):
-                offset = HEADER_BYTES + number * SEGMENT_BYTES
+                offset = HEADER_BYTES + number * READ_SEGMENT_BYTES
                 is_whole = is_whole and read_all(self._calls, fd, [segment], offset)
             hasher.update(segment)
         return Outcome.OK if is_whole and hasher.intdigest() == header.checksum else Outcome.CORRUPT

@@ -61,8 +61,10 @@ class Peers:
                 continue
             try:
                 self._reports[alive.name] = read_report(alive)
-            except OSError:
+            except FileNotFoundError:
                 continue  # gone between the two calls
+            except OSError:
+                pass  # it lives: what it said last counts until it can be read again
             present.add(alive.name)
         for name in self._reports.keys() - present:
             changes, _ = self._reports.pop(name)

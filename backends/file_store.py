@@ -23,6 +23,7 @@ from hicache.backends.file_objects import ObjectFiles, payload_bytes_of
 from hicache.backends.file_settings import FileSettings
 from hicache.backends.file_spares import SpareFiles
 from hicache.backends.file_writer import WriterFolder, remove_dead_writers
+from hicache.backends.helpers import Helpers
 from hicache.backends.lock import DirectoryLock, opening_alone
 from hicache.backends.marker import current_boot_id, new_marker, read_marker, write_marker
 from hicache.backends.space import OUT_OF_SPACE_ERRNOS, free_bytes, total_bytes
@@ -59,6 +60,7 @@ class FileBackend:
         self._notices = Notices(logging.getLogger(__name__))
         self._key_locks = [threading.Lock() for _ in range(KEY_LOCKS)]
         self._is_closed = False
+        self._helpers = Helpers("hicache-file")
         self._first_walk: list[StoredBatch] | None = None  # until the first scan, or the first change
         with opening_alone(directory) if settings.shared else contextlib.nullcontext():
             marker = read_marker(directory, kind=STORE_KIND, version=STORE_VERSION)
@@ -150,7 +152,9 @@ class FileBackend:
         """See ``Backend.put``."""
         self._require_open()
         self._first_walk = None
-        outcomes = [self._put_one(item) for item in items]
+        is_one_each = len({item.key for item in items}) == len(items)  # otherwise the first one has to win
+        size_bytes = sum(item.payload.nbytes for item in items) if is_one_each else 0
+        outcomes = self._helpers.map(self._put_one, items, size_bytes=size_bytes)
         if self.settings.fsync:
             self._sync_names([item.key for item in items], outcomes, undo=self._delete_one)
         return outcomes
@@ -215,7 +219,7 @@ class FileBackend:
     def get_into(self, items: Sequence[GetItem]) -> list[Outcome]:
         """See ``Backend.get_into``. Each segment is hashed in the target, while it is in cache."""
         self._require_open()
-        return [self._get_one(item) for item in items]
+        return self._helpers.map(self._get_one, items, size_bytes=sum(item.target.nbytes for item in items))
 
     def _get_one(self, item: GetItem) -> Outcome:
         if not is_storable_key(item.key):
@@ -330,6 +334,7 @@ class FileBackend:
                 stack.enter_context(lock)
             if not self._is_closed:
                 self._is_closed = True
+                self._helpers.close()
                 self.writer.close()
                 self._lock.release()
 

@@ -66,6 +66,13 @@ class KeyIndex:
         """Remove a key; returns the slot that it had."""
         return self._tables[width_of(len(key))].remove_one(row_of(key)) if is_storable_key(key) else NO_SLOT
 
+    def remove(self, slots: Slots) -> None:
+        """Remove the keys in these slots, all different, all of which are there."""
+        widths = self._widths.array[slots]
+        for width, table in enumerate(self._tables):
+            if len(of_width := slots[widths == width]):
+                table.remove(of_width)
+
     def key(self, slot: int) -> bytes:
         """The key that was put into a slot last."""
         return key_of(self._tables[self._widths.cells[slot]].row(slot))

@@ -151,6 +151,23 @@ class KeyTable:
             self._slots.cells[cell] = NO_SLOT
         return slot
 
+    def remove(self, slots: Slots) -> None:
+        """Remove the rows in these slots, all different, all of which are there."""
+        self._count -= len(slots)
+        hashes = self._hash.of_rows(self._rows.array[slots])
+        for buckets_of in (self._first_buckets, self._second_buckets):
+            buckets = buckets_of(hashes)
+            is_own = self._slots.array[buckets] == slots[:, np.newaxis]
+            is_here = is_own.any(axis=1)
+            cells = (buckets * BUCKET_WAYS + is_own.argmax(axis=1))[is_here]
+            self._tags.array.ravel()[cells] = 0
+            self._slots.array.ravel()[cells] = NO_SLOT
+            if is_here.all():
+                return
+            slots, hashes = slots[~is_here], hashes[~is_here]
+        for slot in slots.tolist():
+            self._drop_overflow(self.row(slot))
+
     def _drop_overflow(self, row: bytes) -> int:
         self._overflow_tags[self._hash_one(row) >> _TAG_SHIFT or 1] -= 1
         return self._overflow.pop(row)

@@ -53,13 +53,13 @@ class StoreFiles:
         """Close the map, note whether all content reached the medium, release the directory.
 
         No payload may be written any more. Those that are being read meanwhile keep the slab mapped until they are
-        done.
+        done. Raises BackendError when a transaction does not end: then the directory stays taken.
         """
         if os.getpid() != self._pid:
             return
+        self.env.close()
+        self.slab.close()
         try:
-            self.env.close()
-            self.slab.close()
             deadline_s = time.monotonic() + sync_budget_s
             if all(_sync(self._directory / name, deadline_s) for name in (DATA_NAME, SLAB_NAME)):
                 write_marker(self._directory, msgspec.structs.replace(self.marker, is_clean=True))

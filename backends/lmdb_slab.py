@@ -16,7 +16,9 @@ from hicache.checksum import payload_hasher
 from hicache.errors import BackendError
 
 SLAB_NAME = "chunks.slab"
-PIECE_CHUNKS = 16  # copied in one call without the GIL, and then hashed while it is in the cache of the core
+# Copied in one call without the GIL, and hashed in the core's cache: larger ones leave it, smaller ones cost calls.
+WRITE_PIECE_CHUNKS = 16
+READ_PIECE_CHUNKS = 8
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -43,11 +45,11 @@ class Slab:
         """Store a payload in these chunks; returns its checksum."""
         mapped, hasher = self._mapped, payload_hasher(key)
         source: Bytes = np.frombuffer(payload, dtype=np.uint8)
-        for start in range(0, len(chunk_ids), PIECE_CHUNKS):
-            piece = source[start * CHUNK_BYTES : (start + PIECE_CHUNKS) * CHUNK_BYTES]
+        for start in range(0, len(chunk_ids), WRITE_PIECE_CHUNKS):
+            piece = source[start * CHUNK_BYTES : (start + WRITE_PIECE_CHUNKS) * CHUNK_BYTES]
             hasher.update(piece.data)
             whole, tail_bytes = divmod(len(piece), CHUNK_BYTES)
-            ids = chunk_ids[start : start + PIECE_CHUNKS]
+            ids = chunk_ids[start : start + WRITE_PIECE_CHUNKS]
             if whole == 1:  # without a list of ids, which costs a small object a tenth of its copy
                 mapped[ids[0]] = piece[:CHUNK_BYTES]
             elif whole:
@@ -58,13 +60,15 @@ class Slab:
 
     def read(self, key: bytes, target: memoryview, chunk_ids: ChunkIdArray) -> int:
         """Fill ``target`` from these chunks; returns the checksum of what is there then. Ids that are none read others:
-        only a payload that verifies is one."""
+        only a payload that verifies is one. Raises BackendError after ``close``."""
         mapped, hasher = self._mapped, payload_hasher(key)
+        if not len(mapped):
+            raise BackendError("the backend is closed")
         filled: Bytes = np.frombuffer(target, dtype=np.uint8)
-        for start in range(0, len(chunk_ids), PIECE_CHUNKS):
-            piece = filled[start * CHUNK_BYTES : (start + PIECE_CHUNKS) * CHUNK_BYTES]
+        for start in range(0, len(chunk_ids), READ_PIECE_CHUNKS):
+            piece = filled[start * CHUNK_BYTES : (start + READ_PIECE_CHUNKS) * CHUNK_BYTES]
             whole, tail_bytes = divmod(len(piece), CHUNK_BYTES)
-            ids = chunk_ids[start : start + PIECE_CHUNKS]
+            ids = chunk_ids[start : start + READ_PIECE_CHUNKS]
             if whole == 1:
                 piece[:CHUNK_BYTES] = mapped[min(ids[0], len(mapped) - 1)]
             elif whole:  # mode clip, since raise copies twice
@@ -78,8 +82,8 @@ class Slab:
     def move(self, chunk_ids: ChunkIdArray, to_ids: ChunkIdArray) -> None:
         """Copy chunks to others."""
         mapped = self._mapped
-        for start in range(0, len(chunk_ids), PIECE_CHUNKS):
-            piece = slice(start, start + PIECE_CHUNKS)
+        for start in range(0, len(chunk_ids), WRITE_PIECE_CHUNKS):
+            piece = slice(start, start + WRITE_PIECE_CHUNKS)
             mapped[to_ids[piece]] = mapped[chunk_ids[piece]]
 
     def grow(self, chunks: int, *, capacity_bytes: int) -> None:

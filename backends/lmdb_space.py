@@ -9,9 +9,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 
+import numpy as np
+
 from hicache.backends.base import Usage
 from hicache.backends.chunk_ids import ChunkIds
-from hicache.backends.lmdb_layout import CHUNK_BYTES, ChunkIdArray
+from hicache.backends.lmdb_layout import CHUNK_BYTES, ChunkIdArray, IndexRecord
 from hicache.errors import BackendError
 
 
@@ -24,15 +26,22 @@ class KeyClaims:
         self._is_shut = False
 
     @contextmanager
-    def of(self, keys: Sequence[bytes]) -> Iterator[None]:
-        """Inside, nobody else is there with any of these keys; waits for who is. Raises BackendError after ``shut``."""
+    def of(self, keys: Sequence[bytes], *, timeout_s: float) -> Iterator[bool]:
+        """Inside, nobody else is there with any of these keys; False when somebody did not leave in time.
+
+        Raises BackendError after ``shut``.
+        """
         with self._lock:
-            self._lock.wait_for(lambda: self._is_shut or self._claimed.isdisjoint(keys))
+            is_free = self._lock.wait_for(lambda: self._is_shut or self._claimed.isdisjoint(keys), timeout_s)
             if self._is_shut:
                 raise BackendError("the backend is closed")
-            self._claimed.update(keys)
+            if is_free:
+                self._claimed.update(keys)
+        if not is_free:
+            yield False
+            return
         try:
-            yield
+            yield True
         finally:
             with self._lock:
                 self._claimed.difference_update(keys)
@@ -116,28 +125,28 @@ class ChunkSpace:
             self._content.objects += len(sizes_bytes)
             self._content.payload_bytes += sum(sizes_bytes)
 
-    def removed(self, key: bytes, size_bytes: int, chunk_ids: ChunkIdArray) -> None:
-        """An object is no longer in the committed index."""
+    def removed(self, removed: Sequence[tuple[bytes, IndexRecord | None]]) -> None:
+        """Objects are no longer in the committed index. Nobody knows the chunks of one whose record is None."""
+        records = [(key, record) for key, record in removed if record is not None]
         with self._lock:
-            self._content.objects -= 1
-            self._content.payload_bytes -= size_bytes
-            self._free_unless_read(key, chunk_ids)
-
-    def lost(self) -> None:
-        """An object whose chunks nobody knows is no longer in the committed index."""
-        with self._lock:
-            self._content.objects -= 1
+            self._content.objects -= len(removed)
+            self._content.payload_bytes -= sum(record.size_bytes for _, record in records)
+            unread = [record.chunk_ids for key, record in records if not self._is_read(key, record.chunk_ids)]
+            if unread:
+                self._release(np.concatenate(unread))
 
     def moved(self, key: bytes, chunk_ids: ChunkIdArray) -> None:
         """The committed record of ``key`` names other chunks than these."""
         with self._lock:
-            self._free_unless_read(key, chunk_ids)
+            if not self._is_read(key, chunk_ids):
+                self._release(chunk_ids)
 
-    def _free_unless_read(self, key: bytes, chunk_ids: ChunkIdArray) -> None:
-        if key in self._readers:
-            self._unread.setdefault(key, []).append(chunk_ids)
-        else:
-            self._release(chunk_ids)
+    def _is_read(self, key: bytes, chunk_ids: ChunkIdArray) -> bool:
+        """Whether somebody may be reading these chunks; then they are free when he is done."""
+        if key not in self._readers:
+            return False
+        self._unread.setdefault(key, []).append(chunk_ids)
+        return True
 
     def usage(self) -> Usage:
         """See ``Backend.usage``."""

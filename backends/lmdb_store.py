@@ -14,6 +14,7 @@ import lmdb
 
 from hicache.backends.base import GetItem, PutItem, StoredBatch, Usage, is_storable_key
 from hicache.backends.chunk_ids import CHUNK_IDS_MAX, ChunkIds
+from hicache.backends.helpers import Helpers
 from hicache.backends.lmdb_env import CLOSE_WAIT_S
 from hicache.backends.lmdb_index import KEYS_PER_TRANSACTION, Found, Index
 from hicache.backends.lmdb_layout import CHUNK_BYTES, ChunkIdArray, IndexRecord, chunk_count, decode_record
@@ -26,6 +27,7 @@ from hicache.notices import Notices
 from hicache.outcome import Outcome
 
 SYNC_BUDGET_S = 3.0
+CLAIM_WAIT_S = 30.0  # for another put of the same key: one that takes as long is stuck
 _ORDER_S = 1e-6  # earlier in a batch: longer kept
 
 
@@ -50,6 +52,7 @@ class LmdbBackend:
         self._wall_clock = wall_clock
         self._notices = Notices(logging.getLogger(__name__))
         self._claims = KeyClaims()
+        self._helpers = Helpers("hicache-lmdb")
         self._space = ChunkSpace(
             ChunkIds(_chunks_max(capacity_bytes), end=files.slab.chunks, used=loaded.chunk_ids),
             capacity_bytes=capacity_bytes,
@@ -101,8 +104,13 @@ class LmdbBackend:
         wanted = list(first_of.values())
         for start in range(0, len(wanted), KEYS_PER_TRANSACTION):
             positions = wanted[start : start + KEYS_PER_TRANSACTION]
-            with self._claims.of([items[position].key for position in positions]):
-                self._put_some(items, positions, outcomes)
+            with self._claims.of([items[position].key for position in positions], timeout_s=CLAIM_WAIT_S) as is_claimed:
+                if is_claimed:
+                    self._put_some(items, positions, outcomes)
+                else:
+                    self._fail_put(
+                        TimeoutError(f"another put of a key did not end in {CLAIM_WAIT_S} s"), positions, outcomes
+                    )
         if len(first_of) < len(items):
             _copy_to_duplicates(items, first_of, outcomes)
         return outcomes
@@ -130,15 +138,17 @@ class LmdbBackend:
 
     def _write(self, items: Sequence[PutItem], writing: dict[int, ChunkIdArray], outcomes: list[Outcome]) -> None:
         """Write and commit; what is stored leaves ``writing``."""
-        now_s = self._wall_clock()
-        records = []
-        for position, chunk_ids in writing.items():
-            item = items[position]
-            checksum = self._slab.write(item.key, item.payload, chunk_ids)
-            used_at_s = now_s - position * _ORDER_S
-            records.append((item.key, IndexRecord(item.payload.nbytes, checksum, used_at_s, chunk_ids)))
-        if not records:
+        if not writing:
             return
+        now_s = self._wall_clock()
+
+        def write(position: int) -> tuple[bytes, IndexRecord]:
+            key, payload, chunk_ids = items[position].key, items[position].payload, writing[position]
+            checksum = self._slab.write(key, payload, chunk_ids)
+            return key, IndexRecord(payload.nbytes, checksum, now_s - position * _ORDER_S, chunk_ids)
+
+        size_bytes = sum(items[position].payload.nbytes for position in writing)
+        records = self._helpers.map(write, list(writing), size_bytes=size_bytes)
         try:
             added = self._index.add(records)
         except lmdb.MapFullError:
@@ -182,7 +192,11 @@ class LmdbBackend:
             except lmdb.Error as error:
                 self._notices.warning("get", "a get failed: %s", error)
                 return [Outcome.IO_ERROR] * len(items)
-            return [self._read(item, entry, suspects) for item, entry in zip(items, found, strict=True)]
+            return self._helpers.map(
+                lambda pair: self._read(*pair, suspects),
+                list(zip(items, found, strict=True)),
+                size_bytes=sum(item.target.nbytes for item in items),
+            )
 
     def _read(self, item: GetItem, found: Found | None, suspects: dict[bytes, bytes]) -> Outcome:
         if found is None:
@@ -224,18 +238,14 @@ class LmdbBackend:
                 self._notices.warning("delete", "a delete failed: %s", error)
                 outcomes += [Outcome.IO_ERROR] * len(some)
                 continue
-            for key, raw in zip(some, removed, strict=True):
-                outcomes.append(Outcome.ABSENT if raw is None else Outcome.OK)
-                if raw is not None:
-                    self._account_removed(key, raw)
+            self._account_removed([(key, raw) for key, raw in zip(some, removed, strict=True) if raw is not None])
+            outcomes += [Outcome.ABSENT if raw is None else Outcome.OK for raw in removed]
         return outcomes
 
-    def _account_removed(self, key: bytes, raw: bytes) -> None:
-        record = decode_record(key, raw)
-        if record is not None:
-            self._space.removed(key, record.size_bytes, record.chunk_ids)
-        else:
-            self._space.lost()
+    def _account_removed(self, removed: Sequence[tuple[bytes, bytes]]) -> None:
+        records = [(key, decode_record(key, raw)) for key, raw in removed]
+        self._space.removed(records)
+        if any(record is None for _, record in records):
             self._notices.warning("record", "a damaged index record was dropped; its space is free after a restart")
 
     def touch(self, used: Sequence[tuple[bytes, float]]) -> None:
@@ -300,6 +310,7 @@ class LmdbBackend:
                 self._is_closed = True
                 if not self._claims.shut(timeout_s=CLOSE_WAIT_S):
                     raise BackendError(f"puts did not end within {CLOSE_WAIT_S} s")
+                self._helpers.close()
                 self._files.close(sync_budget_s=SYNC_BUDGET_S)
 
 

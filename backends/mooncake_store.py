@@ -11,6 +11,7 @@ from functools import partial
 from typing import Self
 
 from hicache.backends.base import GetItem, Number, PutItem, StoredBatch, Usage, is_storable_key
+from hicache.backends.helpers import Helpers
 from hicache.backends.mooncake_client import Connection, connect
 from hicache.backends.mooncake_codes import TRANSFER_FAIL, outcome_of
 from hicache.backends.mooncake_identity import StoreIdentity
@@ -68,6 +69,7 @@ class MooncakeBackend:
         self._clock = clock
         self._notices = Notices(logging.getLogger(__name__))
         self._put_breaker = CircuitBreaker(PUT_LIMITS, clock=clock)
+        self._helpers = Helpers("hicache-mooncake")
         self._claims = threading.Condition()
         self._putting: set[bytes] = set()
         self._is_closed = False
@@ -161,8 +163,8 @@ class MooncakeBackend:
             return [moved] * len(items)
         try:
             self._link.suspect([name for name, code in zip(names, moved.codes, strict=True) if code == TRANSFER_FAIL])
-            staged = moved.extent.views
-            return [take_payload(item, code, view) for item, code, view in zip(items, moved.codes, staged, strict=True)]
+            staged = list(zip(items, moved.codes, moved.extent.views, strict=True))
+            return self._helpers.map(lambda row: take_payload(*row), staged, size_bytes=sum(sizes))
         finally:
             moved.extent.release()
 
@@ -338,6 +340,7 @@ class MooncakeBackend:
     def close(self) -> None:
         """See ``Backend.close``. Waits for running calls a while, not for those that hang."""
         self._is_closed = True
+        self._helpers.close()
         self._link.close()
 
     def _begin(self) -> None:

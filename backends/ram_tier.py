@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from hicache.backends.base import Backend, GetItem, Number, PutItem, StoredBatch, Usage
+from hicache.backends.helpers import Helpers
 from hicache.backends.ram_residents import RamResidents, RamStats, Resident
 from hicache.backends.shared_store import SharedBackend
 from hicache.backends.verified_copy import hash_then_copy
@@ -23,6 +24,7 @@ class RamTier:
         """Takes ``inner`` over, to be closed with the tier. The memory is taken as it is used."""
         self._inner = inner
         self._residents = RamResidents(capacity_bytes)
+        self._helpers = Helpers("hicache-ram")
         self.name = inner.name
 
     @property
@@ -40,11 +42,16 @@ class RamTier:
         }
         try:
             current = self._current([items[position].key for position in found]) if found else []
-            for (position, resident), outcome in zip(found.items(), current, strict=True):
-                if outcome is not Outcome.OK:
-                    outcomes[position] = outcome
-                elif self._copy(resident, items[position].target):
-                    outcomes[position] = Outcome.OK
+            hits = [position for position, outcome in zip(found, current, strict=True) if outcome is Outcome.OK]
+            outcomes = {
+                position: outcome for position, outcome in zip(found, current, strict=True) if not outcome.is_ok
+            }
+            is_copied = self._helpers.map(
+                lambda position: self._copy(found[position], items[position].target),
+                hits,
+                size_bytes=sum(items[position].target.nbytes for position in hits),
+            )
+            outcomes |= {position: Outcome.OK for position, is_right in zip(hits, is_copied, strict=True) if is_right}
         finally:
             for position, resident in found.items():
                 self._residents.release(resident, was_read=outcomes.get(position) is Outcome.OK)
@@ -140,6 +147,7 @@ class RamTier:
 
     def close(self) -> None:
         """See ``Backend.close``."""
+        self._helpers.close()
         self._inner.close()
         self._residents.close()
 

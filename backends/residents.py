@@ -14,7 +14,7 @@ from hicache.backends.columns import Column
 from hicache.backends.held import HeldBytes
 from hicache.backends.key_index import ONE_BY_ONE_MAX, KeyIndex
 from hicache.backends.key_table import NO_SLOT, Slots, first_of_each
-from hicache.backends.tenant_usage import Owner, TenantUsage
+from hicache.backends.tenant_usage import Owners, TenantUsage
 from hicache.backends.victims import NEVER, SCAN_SLOTS, VictimQueue
 from hicache.tenancy import TENANT_BYTES
 
@@ -57,9 +57,7 @@ class Residents:
         self._gone: dict[bytes, int] = {}  # discarded while held: these keep their slots
         self._held_count = 0
         self._held = HeldBytes()
-        self._tenants: dict[bytes, Owner] = {}
-        self._owned: dict[int, Owner] = {}  # the same by number
-        self._last_number = 0
+        self._tenants = Owners()
         self._count = self._aside_count = 0
         self._newest_s = -math.inf
         self._queues: dict[int | None, VictimQueue] = {}  # by owner; 16 bytes for a 256th or 1,024 of its objects
@@ -107,7 +105,7 @@ class Residents:
             raise ValueError(f"a key has 1 to {PHYSICAL_KEY_BYTES_MAX} bytes, not {len(key)}")
         self.discard(key)
         slot = self._slot_for(key, size_bytes)
-        tenant = self._tenant(key[:TENANT_BYTES])
+        tenant = self._tenants.of(key[:TENANT_BYTES])
         self._keys.insert_one(key, slot)
         if is_expired:
             for owner in (None, tenant.number):
@@ -119,9 +117,7 @@ class Residents:
         self._owners.cells[slot] = tenant.number
         self._flags.cells[slot] = 0
         self._count += 1
-        tenant.objects += 1
-        tenant.payload_bytes += size_bytes
-        tenant.stored_bytes += self._stored_bytes(size_bytes)
+        tenant.change(objects=1, payload_bytes=size_bytes, stored_bytes=self._stored_bytes(size_bytes))
 
     def add_many(self, keys: Sequence[bytes], sizes_bytes: Sequence[int], *, now_s: float) -> None:
         """``add`` each, the first one as the last, and so as the most recently used."""
@@ -145,7 +141,7 @@ class Residents:
         if slot == NO_SLOT:
             return None
         digest = key[:TENANT_BYTES]
-        tenant = self._tenants[digest]
+        tenant = self._tenants.of(digest)
         size_bytes: int = self._sizes.cells[slot]
         if self._flags.cells[slot] & _IS_ASIDE:
             self._aside_count -= 1
@@ -157,12 +153,8 @@ class Residents:
         else:
             self._free.append(slot)
         self._count -= 1
-        tenant.objects -= 1
-        tenant.payload_bytes -= size_bytes
-        tenant.stored_bytes -= self._stored_bytes(size_bytes)
-        if tenant.objects == 0:
-            del self._tenants[digest], self._owned[tenant.number]
-            self._queues.pop(tenant.number, None)
+        tenant.change(objects=-1, payload_bytes=-size_bytes, stored_bytes=-self._stored_bytes(size_bytes))
+        self._forget_if_empty(digest)
         return size_bytes
 
     def load(
@@ -188,21 +180,25 @@ class Residents:
         """Put new keys into free slots; their times are still missing."""
         self._keys.insert(keys, slots)
         self._sizes.array[slots] = sizes
-        self._owners.array[slots] = self._count_owned([key[:TENANT_BYTES] for key in keys], sizes)
-        self._count += len(keys)
+        digests = [key[:TENANT_BYTES] for key in keys]
+        numbers = {digest: self._tenants.of(digest).number for digest in set(digests)}
+        self._owners.array[slots] = [numbers[digest] for digest in digests]
+        self._count_owned(numbers, slots, sign=1)
 
-    def _count_owned(self, digests: list[bytes], sizes: NDArray[np.int64]) -> NDArray[np.uint32]:
-        """Counts objects for their tenants, and returns the tenants' numbers."""
-        numbers = {digest: self._tenant(digest).number for digest in set(digests)}
-        owners = np.array([numbers[digest] for digest in digests], dtype=np.uint32)
+    def _count_owned(self, digests: Iterable[bytes], slots: Slots, *, sign: int) -> None:
+        """Objects in these slots, each of one of these tenants, have come (``sign`` 1) or gone (-1)."""
+        self._count += sign * len(slots)
+        owners, sizes = self._owners.array[slots], self._sizes.array[slots]
         stored = self._stored(sizes)
-        for digest, number in numbers.items():
-            is_own = owners == number
-            tenant = self._tenants[digest]
-            tenant.objects += int(is_own.sum())
-            tenant.payload_bytes += int(sizes[is_own].sum())
-            tenant.stored_bytes += int(stored[is_own].sum())
-        return owners
+        for digest in digests:
+            tenant = self._tenants.of(digest)
+            is_own = owners == tenant.number
+            tenant.change(
+                objects=sign * int(is_own.sum()),
+                payload_bytes=sign * int(sizes[is_own].sum()),
+                stored_bytes=sign * int(stored[is_own].sum()),
+            )
+            self._forget_if_empty(digest)
 
     def take_victims(
         self,
@@ -228,7 +224,8 @@ class Residents:
         candidates = self._count - self._aside_count if owned is None else owned.objects - owned.aside
         if candidates == 0 or count_max <= 0 or enough_bytes <= 0 or used_before_s == -math.inf:
             return []
-        queue = self._queue(None if owned is None else owned.number)
+        number = None if owned is None else owned.number
+        queue = self._queues.setdefault(number, VictimQueue(number))
         if not queue.is_ready():
             taken = slice(self._slot_end)
             is_complete = queue.scan(
@@ -237,7 +234,8 @@ class Residents:
             if not is_complete or not queue.is_ready():
                 return None
         victims: list[tuple[bytes, int]] = []
-        holds = self._holds.cells
+        victim_slots: list[int] = []
+        holds, sizes = self._holds.cells, self._sizes.cells
         freed_bytes, is_last = 0, False
         slots, times, ends, entries = queue.head(self._used.array, EXAMINED_MAX)
         for slot, used_at_s, end in zip(slots.tolist(), times.tolist(), ends.tolist(), strict=True):
@@ -248,15 +246,34 @@ class Residents:
             if holds[slot] or is_kept(key):
                 self._set_aside(slot)
                 continue
-            size_bytes = self.discard(key)
-            assert size_bytes is not None
-            victims.append((key, size_bytes))
-            freed_bytes += self._stored_bytes(size_bytes)
+            victims.append((key, sizes[slot]))
+            victim_slots.append(slot)
+            freed_bytes += self._stored_bytes(sizes[slot])
             if is_last := freed_bytes >= enough_bytes or len(victims) >= count_max:
                 entries = end
                 break
         queue.drop(entries)
+        self._discard_victims(victims, victim_slots)
         return victims if victims or is_last else None
+
+    def _discard_victims(self, victims: list[tuple[bytes, int]], slots: list[int]) -> None:
+        """``discard`` each; none is held or aside."""
+        if len(victims) <= ONE_BY_ONE_MAX:
+            for key, _ in victims:
+                self.discard(key)
+            return
+        taken = np.array(slots, dtype=np.int64)
+        self._keys.remove(taken)
+        self._used.array[taken] = NEVER
+        self._flags.array[taken] = 0
+        self._free.extend(slots)
+        self._count_owned({key[:TENANT_BYTES] for key, _ in victims}, taken, sign=-1)
+
+    def _forget_if_empty(self, digest: bytes) -> None:
+        tenant = self._tenants.of(digest)
+        if tenant.objects == 0:
+            self._tenants.drop(digest)
+            self._queues.pop(tenant.number, None)
 
     def put_back(self, keys: Sequence[bytes]) -> None:
         """What kept these has ended: those set aside are now the most recently used, the first as the last."""
@@ -320,26 +337,22 @@ class Residents:
 
     def tenant_usage(self, tenant: bytes) -> TenantUsage:
         """What one tenant has."""
-        owned = self._tenants.get(tenant)
-        return owned.usage() if owned else TenantUsage()
+        return owned.usage() if (owned := self._tenants.get(tenant)) else TenantUsage()
 
     def tenants(self) -> list[bytes]:
         """Tenants that have objects."""
-        return list(self._tenants)
+        return self._tenants.tenants()
 
     @property
     def tenants_version(self) -> tuple[int, int]:
         """Another one when ``tenants`` are others."""
-        return self._last_number, len(self._tenants)
+        return self._tenants.version
 
     def _new_slots(self, count: int) -> int:
         """The first of so many that follow each other and were never taken."""
         first, self._slot_end = self._slot_end, self._slot_end + count
-        self._sizes.reserve(self._slot_end)
-        self._used.reserve(self._slot_end)
-        self._owners.reserve(self._slot_end)
-        self._flags.reserve(self._slot_end)
-        self._holds.reserve(self._slot_end)
+        for column in (self._sizes, self._used, self._owners, self._flags, self._holds):
+            column.reserve(self._slot_end)
         return first
 
     def _slot_for(self, key: bytes, size_bytes: int) -> int:
@@ -373,7 +386,7 @@ class Residents:
         flags = self._flags.array[slots]
         for slot in set(slots[(flags & _IS_ASIDE) != 0].tolist()):
             self._aside_count -= 1
-            self._owned[self._owners.cells[slot]].aside -= 1
+            self._tenants[self._owners.cells[slot]].aside -= 1
         self._flags.array[slots] = _IS_TOUCHED
         times = self._next_time(now_s) + TICK_S * np.arange(len(slots))
         self._used.array[slots[::-1]] = times  # of a slot that is there twice the first one, assigned last, counts
@@ -383,17 +396,4 @@ class Residents:
         self._flags.cells[slot] |= _IS_ASIDE
         self._used.cells[slot] = NEVER
         self._aside_count += 1
-        self._owned[self._owners.cells[slot]].aside += 1
-
-    def _tenant(self, digest: bytes) -> Owner:
-        tenant = self._tenants.get(digest)
-        if tenant is None:
-            self._last_number += 1
-            tenant = self._tenants[digest] = self._owned[self._last_number] = Owner(self._last_number)
-        return tenant
-
-    def _queue(self, owner: int | None) -> VictimQueue:
-        queue = self._queues.get(owner)
-        if queue is None:
-            queue = self._queues[owner] = VictimQueue(owner)
-        return queue
+        self._tenants[self._owners.cells[slot]].aside += 1

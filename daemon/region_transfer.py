@@ -41,18 +41,19 @@ class RegionTransfer:
 
     def load(self, batch: Batch) -> None:
         """Backend -> region. Fills in the outcome of each extent; see ``_run``."""
-        self._run(batch, self._transfers.chunks_to_read(batch.extents), self._read)
+        self._run(batch, self._read)
 
     def store(self, batch: Batch) -> None:
         """Region -> backend. Fills in the outcome of each extent; see ``_run``."""
-        self._run(batch, self._transfers.chunks_to_write(batch.extents), self._write)
+        self._run(batch, self._write)
 
-    def _run(self, batch: Batch, chunks: deque[list[Extent]], work: Work) -> None:
+    def _run(self, batch: Batch, work: Work) -> None:
         """Works through the chunks. At the deadline every item without a result is DEADLINE, and chunks that no thread
         has started are taken back; running ones go on, and hold the region until they end. A region that is detached
         meanwhile leaves CANCELLED, a full queue REFUSED. Raises ConnectionOver.
         """
         _fill(batch, batch.extents, Outcome.DEADLINE)
+        chunks = self._transfers.chunks(batch.extents)
         try:
             while chunks or self._running:
                 while chunks and len(self._running) < CHUNKS_PER_CALL_MAX:

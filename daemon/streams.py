@@ -50,7 +50,7 @@ class StreamSender:
         self._budget = session.budget
         self._connection = connection
         self._deadline_s = deadline_s
-        self._chunk_bytes_max = min(READ_CHUNK_BYTES, transfers.read_chunk_bytes_max)
+        self._chunk_bytes_max = min(READ_CHUNK_BYTES, transfers.chunk_bytes_max)
         self._loading: deque[_Loading] = deque()
 
     def send_all(self, batch: Batch) -> None:
@@ -192,7 +192,7 @@ class StreamReceiver:
         self._connection = connection
         self._object_bytes_max = config.object_bytes_max
         self._deadline_s = deadline_s
-        self._chunk_bytes_max = min(WRITE_CHUNK_BYTES, transfers.write_chunk_bytes_max)
+        self._chunk_bytes_max = min(WRITE_CHUNK_BYTES, transfers.chunk_bytes_max)
         self._received_bytes = 0  # of this call
         self._current: _Upload | None = None
         self._whole: list[_Upload] = []

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,11 +14,9 @@ from hicache.notices import Notices
 from hicache.outcome import Outcome
 from hicache.workers import Job
 
-# A chunk is the unit that a thread works on and that a deadline can cut a batch at. A batch to read is one chunk for
-# each thread that can run at a time, since more cost more than they share out; to write, each is one commit.
-READ_CHUNK_BYTES_MIN = 4 * 1024 * 1024
-READ_CHUNK_BYTES_MAX = 16 * 1024 * 1024
-WRITE_CHUNK_BYTES_MAX = 32 * 1024 * 1024
+# A chunk is the unit that a thread works on and that a deadline can cut a batch at. The backend has helpers of its own
+# for a large one: two chunks of half the size pay twice for looking up, making room and committing.
+CHUNK_BYTES_MAX = 32 * 1024 * 1024
 CHUNK_ITEMS_MAX = 256
 
 
@@ -47,18 +44,11 @@ class Transfers:
         self._storage = storage
         self._metrics = metrics
         self._notices = Notices(logging.getLogger(__name__))
-        self.read_chunk_bytes_max = min(READ_CHUNK_BYTES_MAX, chunk_bytes_ceiling)
-        self.write_chunk_bytes_max = min(WRITE_CHUNK_BYTES_MAX, chunk_bytes_ceiling)
-        self._parallel = min(storage.bulk.thread_count, len(os.sched_getaffinity(0)))
+        self.chunk_bytes_max = min(CHUNK_BYTES_MAX, chunk_bytes_ceiling)
 
-    def chunks_to_read(self, extents: Sequence[Extent]) -> deque[list[Extent]]:
-        """The extents in chunks that as many threads as can run at a time read side by side."""
-        share_bytes = -(-sum(extent.size_bytes for extent in extents) // self._parallel)
-        return split_chunks(extents, bytes_max=min(max(share_bytes, READ_CHUNK_BYTES_MIN), self.read_chunk_bytes_max))
-
-    def chunks_to_write(self, extents: Sequence[Extent]) -> deque[list[Extent]]:
-        """The extents in chunks, each of them for one commit."""
-        return split_chunks(extents, bytes_max=self.write_chunk_bytes_max)
+    def chunks(self, extents: Sequence[Extent]) -> deque[list[Extent]]:
+        """The extents in chunks, each of them for one call of the store."""
+        return split_chunks(extents, bytes_max=self.chunk_bytes_max)
 
     def submit(self, work: Work, item_count: int) -> Job[list[Outcome]]:
         """Queues ``work`` for a thread that moves bytes. It never raises: a failure is IO_ERROR for all items.

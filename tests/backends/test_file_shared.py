@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import threading
 from collections.abc import Iterator
@@ -9,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from hicache.backends import file_peers
 from hicache.backends.base import PutItem
+from hicache.backends.file_accounts import Counts
 from hicache.backends.file_calls import FileCalls
 from hicache.backends.file_layout import object_path, stored_bytes_of
 from hicache.backends.file_settings import FileSettings
@@ -222,6 +225,22 @@ def test_usage_of_both_converges_to_what_is_there(opened: Opened, directory: Pat
     third.delete([key(30), key(0)])
     told_until(directory, first, third)
     assert first.usage().objects == 17
+
+
+def test_a_writer_whose_report_cannot_be_read_for_a_moment_counts_once(
+    opened: Opened, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = opened(), opened()
+    put(second, *[(key(number), payload(number, 10_000)) for number in range(5)])
+    told_until(directory, first, second)
+
+    def refuse(alive: Path) -> tuple[Counts, int]:
+        raise OSError(errno.EIO, str(alive))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(file_peers, "read_report", refuse)
+        assert first._peers.refreshed()[0].objects == 5
+    assert first._peers.refreshed()[0].objects == 5
 
 
 def test_a_file_that_one_recycles_while_another_reads_it_is_a_miss_and_never_torn(

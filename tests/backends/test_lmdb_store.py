@@ -12,7 +12,7 @@ from pathlib import Path
 import lmdb
 import pytest
 
-from hicache.backends import lmdb_layout
+from hicache.backends import lmdb_layout, lmdb_store
 from hicache.backends.base import GetItem
 from hicache.backends.lmdb_env import DELETE_RESERVE_BYTES, SPARE_READERS, LmdbEnvironment, Transaction
 from hicache.backends.lmdb_index import Found, Index
@@ -183,6 +183,50 @@ def test_a_store_closes_after_the_put_that_is_in_progress(
     backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
     assert get(backend, key(1), MIB) == (Outcome.OK, payload(1, MIB))
     backend.close()
+
+
+def test_a_get_that_meets_the_end_of_the_store_says_that_it_is_closed(
+    backend: LmdbBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    find = Index.find
+
+    def find_and_close(index: Index, keys: Sequence[bytes]) -> list[Found | None]:
+        found = find(index, keys)
+        backend.close()
+        return found
+
+    put(backend, (key(1), payload(1, MIB)))
+    monkeypatch.setattr(Index, "find", find_and_close)
+    with pytest.raises(BackendError, match="closed"):
+        get(backend, key(1), MIB)
+
+
+def test_a_put_behind_a_stuck_one_of_the_same_key_ends(backend: LmdbBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lmdb_store, "CLAIM_WAIT_S", 0.0)
+    write = Slab.write
+    second: list[list[Outcome]] = []
+
+    def put_again(slab: Slab, name: bytes, content: memoryview, chunk_ids: ChunkIdArray) -> int:
+        monkeypatch.setattr(Slab, "write", write)
+        second.append(put(backend, (key(1), payload(1, MIB))))
+        return write(slab, name, content, chunk_ids)
+
+    monkeypatch.setattr(Slab, "write", put_again)
+    assert put(backend, (key(1), payload(1, MIB))) == [Outcome.OK]
+    assert second == [[Outcome.IO_ERROR]]
+    assert get(backend, key(1), MIB) == (Outcome.OK, payload(1, MIB))
+
+
+@pytest.mark.parametrize("count", [1, 24])
+def test_large_batches_come_back_whole_although_threads_share_them(backend: LmdbBackend, count: int) -> None:
+    size_bytes = 15 * MIB // count // 7 * 7
+    contents = [payload(number, size_bytes) for number in range(count)]
+    assert put(backend, *((key(number), content) for number, content in enumerate(contents))) == [Outcome.OK] * count
+    targets = [memoryview(bytearray(size_bytes)) for _ in range(count)]
+    items = [GetItem(key(number), target) for number, target in enumerate(targets)]
+    assert backend.get_into(items) == [Outcome.OK] * count
+    assert [bytes(target) for target in targets] == contents
+    assert backend.usage().objects == count
 
 
 def test_reads_leave_no_reader_slots_behind(backend: LmdbBackend) -> None:

@@ -120,8 +120,9 @@ def test_chunks_of_what_is_removed_while_it_is_read_are_free_when_the_last_reade
     space = ChunkSpace(ChunkIds(4, end=4, used=chunk_array(0, 1)), capacity_bytes=1, objects=2, payload_bytes=2)
     with space.reading([b"a", b"c"]):
         with space.reading([b"a"]):
-            space.removed(b"a", 1, chunk_array(0))
-            space.removed(b"b", 1, chunk_array(1))
+            space.removed(
+                [(key, IndexRecord(1, 0, 0.0, chunk_array(number))) for number, key in enumerate((b"a", b"b"))]
+            )
         assert space.usage().objects == 0
         [other] = space.allocate([3])
         assert other is not None
@@ -137,12 +138,14 @@ def test_a_claim_waits_for_another_one_with_a_common_key_only() -> None:
     entered = threading.Event()
 
     def enter() -> None:
-        with claims.of([b"b", b"c"]):
+        with claims.of([b"b", b"c"], timeout_s=20.0):
             entered.set()
 
-    with claims.of([b"a", b"b"]):
-        with claims.of([b"c"]):
-            pass
+    with claims.of([b"a", b"b"], timeout_s=20.0):
+        with claims.of([b"c"], timeout_s=0.0) as is_claimed:
+            assert is_claimed
+        with claims.of([b"b", b"c"], timeout_s=0.0) as is_claimed:
+            assert not is_claimed
         other = threading.Thread(target=enter)
         other.start()
         assert not entered.wait(0.05)
