@@ -61,6 +61,13 @@ class Setup:
     batch: int
 
     @property
+    def bulk(self) -> str:
+        """How objects must go for the measurement to be what it says."""
+        if self.is_shared:
+            return "memory"
+        return "bounce" if self.address.startswith("unix:") else "stream"
+
+    @property
     def object_count(self) -> int:
         """Objects that a client takes turns with: whole batches."""
         wanted = max(self.batch, -(-SET_BYTES_MIN // self.object_bytes))
@@ -98,7 +105,7 @@ class StoreClient:
         self._l3 = DaemonL3(setup.address, spec=SPEC, memory=self._memory, token=TOKEN)
         if not self._l3.wait_ready(timeout_s=CONNECT_TIMEOUT_S):
             raise BenchError(f"no session with {setup.address}: {self._l3.status().reason}")
-        if (bulk := self._l3.status().bulk) != ("memory" if setup.is_shared else "stream"):
+        if (bulk := self._l3.status().bulk) != setup.bulk:
             raise BenchError(f"objects would go through {bulk}")
         self._present = [0] * setup.object_count
         self._turn = 0
