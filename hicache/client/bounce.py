@@ -7,7 +7,7 @@ import mmap
 import os
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 
@@ -24,40 +24,40 @@ from hicache.l3 import L3Item
 from hicache.outcome import Outcome
 from hicache.wire.bulk import BulkKind
 
-SLOT_BYTES_MIN = 8 << 20  # several objects at a time: a request costs hicached some 0.2 ms; two stay in the last cache
-SLOTS = 4  # for two calls at a time; further ones go through streams
-SLOTS_PER_CALL = 2  # one is copied while hicached fills or empties the other
+LANES = 2  # calls at a time; further ones go through streams
+LANE_BYTES_MIN = 16 << 20  # two objects of 8 MiB
+PIECE_BYTES = 4 << 20  # smaller ones cost too many requests, and larger ones leave too little to overlap (measured)
+SLOTS_MAX = 3  # of a call: with more, what hicached has written leaves the cache before it is copied (measured)
 
 
 class Bounce:
-    """Implements SharedMemory: a sealed memfd of SLOTS equal slots, all its pages there. Thread-safe."""
+    """Implements SharedMemory: a sealed memfd of LANES equal parts, all its pages there. Thread-safe."""
 
     def __init__(self, *, object_bytes_max: int) -> None:
-        """A slot holds an object of ``object_bytes_max``. Raises OSError where there is no memory for it."""
-        pages = -(-max(object_bytes_max, SLOT_BYTES_MIN) // mmap.PAGESIZE)
-        self.slot_bytes = pages * mmap.PAGESIZE
-        self.size_bytes = SLOTS * self.slot_bytes
+        """A lane holds two objects of ``object_bytes_max``. Raises OSError where there is no memory for it."""
+        pages = -(-max(2 * object_bytes_max, LANE_BYTES_MIN) // mmap.PAGESIZE)
+        self.lane_bytes = pages * mmap.PAGESIZE
+        self.size_bytes = LANES * self.lane_bytes
         self.fd: int | None = os.memfd_create("hicache-bounce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(self.fd, 0, self.size_bytes)
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             self.buffer = memoryview(mmap.mmap(self.fd, self.size_bytes))
         except BaseException:
-            os.close(self.fd)
+            self.close()
             raise
         self._lock = threading.Lock()
-        self._free = list(range(0, self.size_bytes, self.slot_bytes))
+        self._free = [number * self.lane_bytes for number in range(LANES)]
 
-    def take(self, count: int) -> list[int]:
-        """Where up to so many slots begin; none when all are in use. Each is to be given back once."""
+    def take(self) -> int | None:
+        """Where a lane begins, None while all are in use. To be given back once."""
         with self._lock:
-            taken, self._free = self._free[:count], self._free[count:]
-        return taken
+            return self._free.pop() if self._free else None
 
-    def give_back(self, slot: int) -> None:
+    def give_back(self, lane: int) -> None:
         """The end of its use: hicached does not touch it any more."""
         with self._lock:
-            self._free.append(slot)
+            self._free.append(lane)
 
     def close(self) -> None:
         """Give the descriptor back; the mapping goes with the last view of it. Idempotent.
@@ -73,58 +73,75 @@ class Bounce:
 def through_bounce(
     session: Session, link: MemoryLink, bounce: Bounce, memory: memoryview, transfer: Transfer
 ) -> Fault | None:
-    """Move the bytes through slots of ``bounce``, and what does not fit into them through a stream.
+    """Move the bytes through a lane of ``bounce``, and what is left, since it is too large or no lane is free, through
+    a stream.
 
     Returns the fault that ended it. hicached never touches ``memory``, so nothing in it is ever in doubt. What may be
-    is a slot: then it is used again when hicached has let go of the region, and the link, which drains, takes no call.
+    is the lane: it is used again when hicached has let go of the region; ``link`` drains, and takes no call.
     """
-    slots = bounce.take(SLOTS_PER_CALL)
-    if slots:
-        passage = _Passage(session, link, bounce, memory, transfer, slots)
-        fault = passage.move()
+    lane = bounce.take()
+    if lane is not None:
+        passage = _Passage(session, link, bounce, lane, memory, transfer)
+        fault: Fault | None = None
+        try:
+            fault = _move(passage, session, transfer)
+        finally:
+            if passage.is_over or (fault is not None and fault.leaves_bytes_alone):
+                bounce.give_back(lane)
+            else:
+                link.doubt(0, partial(bounce.give_back, lane))
         if fault is not None:
             return fault
     return through_stream(session, memory, transfer)
 
 
+def _move(passage: _Passage, session: Session, transfer: Transfer) -> Fault | None:
+    try:
+        with session.bulk.borrow(left_s=lambda: transfer.left_s) as bulk:
+            return passage.move(bulk)
+    except LINK_ERRORS as error:
+        return fault_of_link(error)
+
+
 class _Passage:
-    """One call. A piece of its items is asked for in one slot while the piece in another one is copied."""
+    """One call: a piece of its items after another is asked for in the slots of a lane, and copied in that order.
+
+    [slot: item | item | ... ][slot: ... ]      while one is copied, hicached fills or empties the next
+    """
 
     def __init__(
         self,
         session: Session,
         link: MemoryLink,
         bounce: Bounce,
+        lane: int,
         memory: memoryview,
         transfer: Transfer,
-        slots: list[int],
     ) -> None:
-        self._session = session
         self._link = link
         self._bounce = bounce
         self._memory = memory
         self._transfer = transfer
-        self._free = slots
+        items = transfer.items
+        fitting = [position for position in transfer.pending if items[position].size_bytes <= bounce.lane_bytes]
+        slot_bytes = max([PIECE_BYTES, *(items[position].size_bytes for position in fitting)])
+        slots = min(SLOTS_MAX, bounce.lane_bytes // slot_bytes)
+        self._free = [lane + number * slot_bytes for number in range(slots)]
         self._asked: deque[tuple[int, list[int]]] = deque()  # slot, positions of its items
+        self._is_late = False
+        limits = session.limits
+        piece_limits = replace(limits, batch_bytes_max=min(limits.batch_bytes_max, PIECE_BYTES))
+        self._pieces = item_batches(items, fitting, limits=piece_limits)
 
-    def move(self) -> Fault | None:
-        """All items that fit into a slot, until one of their pieces is not done."""
-        fault: Fault | None = None
-        is_over = False
-        try:
-            with self._session.bulk.borrow(left_s=self._left_s) as bulk:
-                fault = self._move_pieces(bulk)
-            is_over = True
-        except LINK_ERRORS as error:
-            fault = fault_of_link(error)
-            is_over = fault.leaves_bytes_alone
-        finally:
-            self._let_go(is_over=is_over)
-        return fault
+    @property
+    def is_over(self) -> bool:
+        """Whether hicached touches no byte of the lane any more."""
+        return not self._asked and not self._is_late
 
-    def _move_pieces(self, bulk: BulkLink) -> Fault | None:
+    def move(self, bulk: BulkLink) -> Fault | None:
+        """All items, until a piece of them is not done. Raises LINK_ERRORS."""
         fault: Fault | None = None
-        for piece in self._pieces():
+        for piece in self._pieces:
             if not self._free:
                 fault = self._finish(bulk)
             if fault is None and self._left_s() <= 0:
@@ -135,13 +152,6 @@ class _Passage:
         while self._asked:
             fault = self._finish(bulk) or fault
         return fault
-
-    def _pieces(self) -> Iterator[list[int]]:
-        transfer, slot_bytes = self._transfer, self._bounce.slot_bytes
-        fitting = [position for position in transfer.pending if transfer.items[position].size_bytes <= slot_bytes]
-        limits = self._session.limits
-        limits = replace(limits, batch_bytes_max=min(limits.batch_bytes_max, slot_bytes))
-        return item_batches(transfer.items, fitting, limits=limits)
 
     def _ask(self, bulk: BulkLink, slot: int, piece: list[int]) -> None:
         items = self._in_slot(slot, piece)
@@ -155,7 +165,7 @@ class _Passage:
         bulk.send(request, left_s=self._left_s)
 
     def _finish(self, bulk: BulkLink) -> Fault | None:
-        """The answer about the piece that was asked for first. A fault where hicached may still touch its slot."""
+        """Take the answer about the piece that was asked for first."""
         slot, piece = self._asked[0]
         bulk.receive_status(left_s=self._left_s)
         outcomes = decode_outcomes(bulk.receive_bytes(len(piece), left_s=self._left_s), count=len(piece))
@@ -168,7 +178,7 @@ class _Passage:
         self._asked.popleft()
         late = outcomes.count(Outcome.DEADLINE)
         if late:
-            self._doubt(slot)
+            self._is_late = True
             return late_fault(late, len(piece))
         self._free.append(slot)
         return None
@@ -181,18 +191,6 @@ class _Passage:
             items.append(L3Item(item.key, slot, item.size_bytes))
             slot += item.size_bytes
         return items
-
-    def _let_go(self, *, is_over: bool) -> None:
-        for slot in self._free:
-            self._bounce.give_back(slot)
-        for slot, _ in self._asked:
-            if is_over:
-                self._bounce.give_back(slot)
-            else:
-                self._doubt(slot)
-
-    def _doubt(self, slot: int) -> None:
-        self._link.doubt(0, partial(self._bounce.give_back, slot))
 
     def _left_s(self) -> float:
         return self._transfer.left_s
