@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import mmap
 import os
@@ -86,7 +87,7 @@ def through_bounce(
         try:
             fault = _move(passage, session, transfer)
         finally:
-            if passage.is_over or (fault is not None and fault.leaves_bytes_alone):
+            if passage.is_over(fault):
                 bounce.give_back(lane)
             else:
                 link.doubt(0, partial(bounce.give_back, lane))
@@ -133,10 +134,10 @@ class _Passage:
         piece_limits = replace(limits, batch_bytes_max=min(limits.batch_bytes_max, PIECE_BYTES))
         self._pieces = item_batches(items, fitting, limits=piece_limits)
 
-    @property
-    def is_over(self) -> bool:
-        """Whether hicached touches no byte of the lane any more."""
-        return not self._asked and not self._is_late
+    def is_over(self, fault: Fault | None) -> bool:
+        """Whether hicached touches no byte of the lane any more, when ``fault`` has ended it."""
+        is_refused = fault is not None and fault.leaves_bytes_alone
+        return not self._is_late and (is_refused or not self._asked)
 
     def move(self, bulk: BulkLink) -> Fault | None:
         """All items, until a piece of them is not done. Raises LINK_ERRORS."""
@@ -162,7 +163,8 @@ class _Passage:
                 _copy(self._memory, self._transfer.items[position], self._bounce.buffer, item)
         request = pack_region_request(kind, self._link.region_id, items, timeout_ms=timeout_ms_of(self._left_s()))
         self._asked.append((slot, piece))
-        bulk.send(request, left_s=self._left_s)
+        with contextlib.suppress(ConnectionError):  # a piece before may have been refused: that is there to be read
+            bulk.send(request, left_s=self._left_s)
 
     def _finish(self, bulk: BulkLink) -> Fault | None:
         """Take the answer about the piece that was asked for first."""

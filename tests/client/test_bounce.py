@@ -157,6 +157,32 @@ def test_a_lane_that_hangs_is_not_lent_again_before_hicached_lets_go(
     wait_until(lambda: client.status().regions_draining == 0, what="the end of all")
 
 
+def test_a_late_piece_keeps_the_lane_though_the_next_one_is_refused(daemon: SmallDaemon, client: DaemonL3) -> None:
+    have(daemon, ITEMS)
+    go_on = threading.Event()
+    seen: list[str] = []
+
+    def late_then_refused(operation: str) -> threading.Event:
+        seen.append(operation)
+        daemon.faults.refuse["get"] = (grpc.StatusCode.RESOURCE_EXHAUSTED, "RATE_LIMITED: retry in 5 ms")
+        return go_on
+
+    daemon.faults.late = late_then_refused
+    for number in range(LANES):
+        wait_until(lambda: client.status().bulk == "bounce", what="the registration")
+        outcomes = get(client, ITEMS)
+        assert len(seen) == number + 1
+        assert set(outcomes[: PIECE_BYTES // MIB]) == {Outcome.DEADLINE}
+        assert Outcome.OK not in outcomes
+        del daemon.faults.refuse["get"]
+    daemon.faults.late = lambda operation: None
+    wait_until(lambda: client.status().bulk == "bounce", what="the registration")
+    assert get(client, ITEMS[:1]) == [Outcome.OK]
+    assert daemon.requests["get_stream"] == [[ITEMS[0].key]]
+    go_on.set()
+    wait_until(lambda: client.status().regions_draining == 0, what="the end of all")
+
+
 def test_a_get_that_is_not_answered_is_over_at_its_deadline(daemon: SmallDaemon, client: DaemonL3) -> None:
     have(daemon, ITEMS)
     release = threading.Event()
