@@ -38,6 +38,9 @@ BEGUN = "begun"  # what a load sends when it has put something
 UNANSWERED = frozenset({Outcome.UNAVAILABLE, Outcome.DEADLINE, Outcome.CANCELLED})
 
 
+BULK = ("memory", "stream", "bounce")  # ways of the objects; memory without a seal is refused, and leaves streams
+
+
 @dataclass(frozen=True, slots=True)
 class Role:
     """Who a client is and how it behaves."""
@@ -45,7 +48,7 @@ class Role:
     number: int
     clients: int
     address: str
-    is_shared: bool  # registered memory; else streams
+    bulk: str  # one of BULK
     capacity_bytes: int
     resident_bytes_max: int | None  # it deletes its oldest objects beyond that; None: eviction has to make room
     seed: str
@@ -71,7 +74,9 @@ class CrashClient:
         self._random = Random(role.seed)
         self._objects = ObjectMaker(capacity_bytes=role.capacity_bytes)
         self._batch_bytes_max = role.capacity_bytes // LARGEST_SHARE
-        self._memory = BenchMemory(self._batch_bytes_max, is_shared=role.is_shared)
+        self._memory = BenchMemory(
+            self._batch_bytes_max, is_shared=role.bulk != "bounce", is_sealed=role.bulk != "stream"
+        )
         self._l3 = DaemonL3(role.address, spec=SPEC, memory=self._memory, token=TOKEN, settings=QUICK)
         self._session: Session | None = None  # for what an engine never asks for: deletes
         self._records: dict[bytes, Record] = {}
@@ -96,7 +101,7 @@ class CrashClient:
             time.sleep(PAUSE_S)
         if not self._l3.wait_ready(timeout_s=RECONNECT_S):
             raise BenchError(f"the memory was not registered within {RECONNECT_S:g} s")
-        if (bulk := self._l3.status().bulk) != ("memory" if self._role.is_shared else "stream"):
+        if (bulk := self._l3.status().bulk) != self._role.bulk:
             raise BenchError(f"objects would go through {bulk}")
 
     def run(self, is_over: Callable[[], bool], *, on_begun: Callable[[], None]) -> Report:

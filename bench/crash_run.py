@@ -17,7 +17,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from bench.crash_client import IDLE, LEASE_S, Report, Role, run_crash_client
+from bench.crash_client import BULK, IDLE, LEASE_S, Report, Role, run_crash_client
 from bench.crash_medium import count_medium
 from bench.crash_objects import LARGEST_SHARE, Belief, ObjectMaker, Record
 from bench.daemon_process import BenchError, DaemonProcess
@@ -119,12 +119,11 @@ class CrashPart:
 
     def _role(self, number: int, seed: int) -> Role:
         part = self._part
-        is_shared = number % 3 != 1
         return Role(
             number=number,
             clients=part.clients,
-            address=self._daemon.address("memory" if is_shared else "unix"),
-            is_shared=is_shared,
+            address=self._daemon.address("unix"),
+            bulk=BULK[number % len(BULK)],
             capacity_bytes=part.capacity_bytes,
             resident_bytes_max=None if part.is_full else int(part.capacity_bytes * ROOMY_SHARE / part.clients),
             seed=f"{seed} {part.name} {number}",

@@ -13,7 +13,7 @@ import click
 from rich.console import Console
 from rich.table import Table
 
-from bench import hybrid_snapshots
+from bench import hybrid_arena, hybrid_ranks, hybrid_snapshots
 from bench.machine import machine_facts, write_json
 
 
@@ -29,6 +29,8 @@ PARTS: Mapping[str, Part] = {
     "snapshot_density": Part(
         "Snapshots by policy: memory for tokens that need not be computed", hybrid_snapshots.measure
     ),
+    "unified_arena": Part("One L1 for pages and states, beside every fixed split of it", hybrid_arena.measure),
+    "ranks": Part("Replicas of several ranks in processes of their own", hybrid_ranks.measure),
 }
 
 

@@ -20,7 +20,6 @@ from hicache.l3 import L3Item
 from hicache.outcome import Outcome
 from hicache.spec import CacheSpec, PagedGroup
 
-SPEC = CacheSpec("bench", "1", (PagedGroup("full", (0,), heads=1, head_dim=8, dtype="float32"),))
 CALL_TIMEOUT_S = 60.0
 ANSWER_TIMEOUT_S = 180.0
 CONNECT_TIMEOUT_S = 10.0
@@ -28,14 +27,26 @@ SET_BYTES_MIN = 64 << 20  # objects that a client takes turns with, so that none
 STAMP_BYTES = 8
 
 
-class BenchMemory:
-    """Implements SharedMemory: a sealed memfd, every page of it touched. Without ``is_shared`` nobody else maps it."""
+def spec_of(object_bytes: int) -> CacheSpec:
+    """A cache whose pages have this size, a multiple of 512."""
+    group = PagedGroup("full", (0,), heads=1, head_dim=object_bytes // 512, dtype="float32")
+    spec = CacheSpec("bench", "1", (group,))
+    assert spec.object_bytes == (object_bytes,), f"pages have {spec.object_bytes} bytes"
+    return spec
 
-    def __init__(self, size_bytes: int, *, is_shared: bool) -> None:
+
+SPEC = spec_of(4096)
+
+
+class BenchMemory:
+    """Implements SharedMemory: a memfd, every page of it touched. Without ``is_shared`` nobody else maps it."""
+
+    def __init__(self, size_bytes: int, *, is_shared: bool, is_sealed: bool = True) -> None:
         self.size_bytes = size_bytes
         descriptor = os.memfd_create("bench", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, size_bytes)
-        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
+        if is_sealed:
+            fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
         self._descriptor = descriptor
         self.fd = descriptor if is_shared else None
         self._mapping = mmap.mmap(descriptor, size_bytes)
@@ -59,6 +70,13 @@ class Setup:
     is_shared: bool
     object_bytes: int
     batch: int
+
+    @property
+    def bulk(self) -> str:
+        """How objects must go for the measurement to be what it says."""
+        if self.is_shared:
+            return "memory"
+        return "bounce" if self.address.startswith("unix:") else "stream"
 
     @property
     def object_count(self) -> int:
@@ -95,10 +113,10 @@ class StoreClient:
         self.disconnect()
         self._setup = setup
         self._memory = BenchMemory(setup.object_bytes * setup.object_count, is_shared=setup.is_shared)
-        self._l3 = DaemonL3(setup.address, spec=SPEC, memory=self._memory, token=TOKEN)
+        self._l3 = DaemonL3(setup.address, spec=spec_of(setup.object_bytes), memory=self._memory, token=TOKEN)
         if not self._l3.wait_ready(timeout_s=CONNECT_TIMEOUT_S):
             raise BenchError(f"no session with {setup.address}: {self._l3.status().reason}")
-        if (bulk := self._l3.status().bulk) != ("memory" if setup.is_shared else "stream"):
+        if (bulk := self._l3.status().bulk) != setup.bulk:
             raise BenchError(f"objects would go through {bulk}")
         self._present = [0] * setup.object_count
         self._turn = 0

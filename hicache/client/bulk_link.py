@@ -9,6 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 
+from hicache.client.fault import NEVER_SENT, Fault, FaultKind, refusal_fault
 from hicache.wire.bulk import (
     BULK_ACCEPTED,
     BULK_CONNECTIONS_PER_SESSION_MAX,
@@ -30,6 +31,22 @@ class BulkRefused(Exception):
 
 class BulkClosed(Exception):
     """The session was closed: no call can begin any more."""
+
+
+LINK_ERRORS = (OSError, BulkRefused, BulkClosed)  # TimeoutError is an OSError
+
+
+def fault_of_link(error: OSError | BulkRefused | BulkClosed) -> Fault:
+    """What one of LINK_ERRORS says about the call that met it."""
+    match error:
+        case TimeoutError():
+            return Fault(FaultKind.DEADLINE, "DEADLINE_EXCEEDED", str(error))
+        case OSError():
+            return Fault(FaultKind.LOST, "BULK_LOST", str(error))
+        case BulkRefused():
+            return refusal_fault(str(error)) or Fault(FaultKind.LOST, "BULK_REFUSED", str(error))
+        case BulkClosed():
+            return NEVER_SENT
 
 
 class BulkLink:

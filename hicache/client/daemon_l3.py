@@ -13,8 +13,10 @@ from functools import partial
 from hicache.breaker import CircuitBreaker, Permit
 from hicache.client.address import parse_address
 from hicache.client.batch import decode_outcomes, key_batches
+from hicache.client.bounce import Bounce, through_bounce
 from hicache.client.fault import NEVER_SENT, OUT_OF_TIME, Fault, FaultKind, call
 from hicache.client.leases import release_after, renew_for
+from hicache.client.memory_link import LinkState
 from hicache.client.probe import probe_daemon
 from hicache.client.session import Identity, Session, is_session_lost
 from hicache.client.settings import ClientSettings
@@ -39,8 +41,9 @@ AskPart = Callable[[Session, Sequence[bytes], float], list[Outcome] | Fault]  # 
 class DaemonL3:
     """The client of hicached: an ``L3`` that connects in the background and never fails its engine.
 
-    Without a session, or with the breaker open, calls return at once with UNAVAILABLE. Objects move through registered
-    memory where hicached shares the node and the memory has a file descriptor, else through streams.
+    Without a session, or with the breaker open, calls return at once with UNAVAILABLE. Where hicached shares the node,
+    objects move through registered memory: that of the caller where it has a file descriptor, else a bounce buffer,
+    from and to which this client copies. On other nodes, and where hicached refuses the memory, through streams.
 
     A get or put over registered memory that ends without an answer leaves its bytes **in doubt**: hicached may still be
     writing or reading them. The caller gets its thread back at the deadline, and ``done`` when hicached has let go of
@@ -73,6 +76,7 @@ class DaemonL3:
         self._address = parse_address(address)
         self._identity = Identity.of(spec, token=token, client_name=client_name, deployment=deployment, salt=salt)
         self._memory = memory
+        self._bounce = _bounce_for(memory, self._identity) if self._address.is_local else None
         self._settings = settings or ClientSettings()
         self._clock = clock
         self._notices = Notices(_log, interval_s=self._settings.notice_interval_s, clock=clock)
@@ -86,7 +90,7 @@ class DaemonL3:
         self._supervisor = Supervisor(
             self._address,
             self._identity,
-            memory=memory,
+            memory=self._bounce or memory,
             breaker=self._breaker,
             notices=self._notices,
             settings=self._settings,
@@ -156,7 +160,7 @@ class DaemonL3:
             reason=str(fault) if fault is not None else "",
             refusal=fault.code if fault is not None and fault.is_lasting else "",
             breaker=self._breaker.status(),
-            bulk=_bulk(session),
+            bulk=self._bulk_of(session),
             bulk_reason=session.stream_reason if session is not None else "",
             tenant=welcome.tenant,
             daemon_version=welcome.daemon_version,
@@ -184,6 +188,8 @@ class DaemonL3:
         with self._calls_changed:
             self._calls_changed.wait_for(lambda: not self._calls_running, self._settings.close_timeout_s)
         in_doubt = self._supervisor.watch.close(timeout_s=deadline_s - time.monotonic())
+        if self._bounce is not None:
+            self._bounce.close()
         if in_doubt:
             self._notices.warning(
                 "doubt", "L3 %s was closed while it may still touch %d objects in L2", self._address.text, in_doubt
@@ -265,19 +271,31 @@ class DaemonL3:
             self._report(session, permit, fault)
             transfer.fail(fault.outcome if fault is not None else Outcome.IO_ERROR)
             return False
+        bounce = self._bounce
         try:
-            fault = _safely(lambda: through_memory(session, link, transfer))
+            if bounce is not None:
+                fault = _safely(lambda: through_bounce(session, link, bounce, memory.buffer, transfer))
+            else:
+                fault = _safely(lambda: through_memory(session, link, transfer))
             self._report(session, permit, fault)
             if fault is None:
                 return False
             transfer.fail(fault.outcome)
-            if not fault.leaves_bytes_alone:
+            is_in_doubt = bounce is None and not fault.leaves_bytes_alone
+            if is_in_doubt:
                 link.doubt(len(transfer.items), transfer.settle)
-            if not fault.leaves_bytes_alone or fault.code == RefusalCode.UNKNOWN_REGION:
+            if link.state is not LinkState.OPEN or fault.code == RefusalCode.UNKNOWN_REGION:
                 self._supervisor.want_memory(session, link)
-            return not fault.leaves_bytes_alone
+            return is_in_doubt
         finally:
             link.release()
+
+    def _bulk_of(self, session: Session | None) -> str:
+        if session is None:
+            return "none"
+        if session.link is None:
+            return "stream"
+        return "memory" if self._bounce is None else "bounce"
 
     @contextmanager
     def _admitted(self) -> Iterator[tuple[Session, Permit] | None]:
@@ -340,7 +358,12 @@ def _safely(move: Callable[[], Fault | None]) -> Fault | None:
         return Fault(FaultKind.LOST, "INTERNAL", repr(error))
 
 
-def _bulk(session: Session | None) -> str:
-    if session is None:
-        return "none"
-    return "memory" if session.link is not None else "stream"
+def _bounce_for(memory: SharedMemory | None, identity: Identity) -> Bounce | None:
+    """Memory to pass objects through where ``memory`` itself cannot be shared; None where there is none for that."""
+    if memory is None or memory.fd is not None:
+        return None
+    try:
+        return Bounce(object_bytes_max=identity.object_bytes_max)
+    except OSError as error:
+        _log.warning("there is no memory for the bounce buffer of L3, which goes through streams: %s", error)
+        return None

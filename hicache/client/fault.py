@@ -91,6 +91,11 @@ NEVER_SENT = Fault(FaultKind.LOST, "CLOSED", "the session was closed before the 
 OUT_OF_TIME = Fault(FaultKind.DEADLINE, "DEADLINE_EXCEEDED", "no time was left to call", leaves_bytes_alone=True)
 
 
+def late_fault(late: int, count: int) -> Fault:
+    """hicached answered that so many of the objects were not moved in time: it may still be moving them."""
+    return Fault(FaultKind.DEADLINE, "NOT_IN_TIME", f"hicached did not move {late} of {count} objects in time")
+
+
 def fault_of(error: object) -> Fault:
     """The fault that a ``grpc.RpcError`` stands for. Whatever is not surely an answer counts as none.
 

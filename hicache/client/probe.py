@@ -28,10 +28,9 @@ def probe_daemon(
         if fault is not None:
             return _failed(fault, seconds=time.monotonic() - started_s)
         bulk, bulk_reason = _try_memory(session, address, memory, timeout_s=started_s + timeout_s - time.monotonic())
-        if bulk == "stream":
-            fault = session.try_bulk(timeout_s=started_s + timeout_s - time.monotonic())
-            if fault is not None:
-                return _failed(fault, seconds=time.monotonic() - started_s)
+        fault = session.try_bulk(timeout_s=started_s + timeout_s - time.monotonic())
+        if fault is not None:
+            return _failed(fault, seconds=time.monotonic() - started_s)
         welcome = session.welcome
         return ProbeReport(
             is_ok=True,
@@ -54,8 +53,10 @@ def _try_memory(
     session: Session, address: DaemonAddress, memory: SharedMemory | None, *, timeout_s: float
 ) -> tuple[str, str]:
     """How bulk would go, and why not through memory."""
-    if not address.is_local or memory is None or memory.fd is None or not session.welcome.memory_socket:
+    if not address.is_local or memory is None or not session.welcome.memory_socket:
         return "stream", "the memory cannot be shared, or hicached offers no memory socket"
+    if memory.fd is None:
+        return "bounce", "the memory cannot be shared: what passes through it is copied"
     link = register(
         session.welcome.memory_socket,
         session_secret=session.secret,

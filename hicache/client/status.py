@@ -30,7 +30,7 @@ class L3Status:
     reason: str  # why it is not ready, or what ended the session before; empty while all is well
     refusal: str  # the stable code of a refusal that lasts; empty without one
     breaker: BreakerStatus
-    bulk: str  # "memory", "stream" or "none"
+    bulk: str  # "memory", "bounce", "stream" or "none"
     bulk_reason: str  # why bulk goes through streams
     tenant: str
     daemon_version: str

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 from hicache.checksum import payload_hasher
 from hicache.client.batch import decode_outcome, decode_outcomes, item_batches, timeout_ms_of
-from hicache.client.bulk_link import BulkClosed, BulkLink, BulkRefused
-from hicache.client.fault import NEVER_SENT, OUT_OF_TIME, Fault, FaultKind, refusal_fault
+from hicache.client.bulk_link import LINK_ERRORS, BulkLink, fault_of_link
+from hicache.client.fault import OUT_OF_TIME, Fault
 from hicache.client.session import Session
 from hicache.client.transfer import Direction, Transfer
 from hicache.l3 import L3Item
@@ -57,14 +57,8 @@ def _move(
                 stream.get(outcomes)
             else:
                 stream.put(outcomes)
-    except TimeoutError as error:
-        return Fault(FaultKind.DEADLINE, "DEADLINE_EXCEEDED", str(error))
-    except OSError as error:
-        return Fault(FaultKind.LOST, "BULK_LOST", str(error))
-    except BulkRefused as refusal:
-        return refusal_fault(str(refusal)) or Fault(FaultKind.LOST, "BULK_REFUSED", str(refusal))
-    except BulkClosed:
-        return NEVER_SENT
+    except LINK_ERRORS as error:
+        return fault_of_link(error)
     except Nonsense:
         outcomes[:] = [Outcome.IO_ERROR if outcome is None else outcome for outcome in outcomes]
     return None

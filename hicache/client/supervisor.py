@@ -232,7 +232,7 @@ class Supervisor:
         if isinstance(session, Fault):
             return session
         session.stream_reason = self._why_stream(session)
-        fault = session.try_bulk(timeout_s=timeout_s) if session.stream_reason and self._moves_objects else None
+        fault = session.try_bulk(timeout_s=timeout_s) if self._moves_objects else None
         if fault is None:
             return session
         session.close()

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from enum import StrEnum
 
 from hicache.client.batch import decode_outcomes, item_batches, pack_region_request, timeout_ms_of, unfit_outcome
-from hicache.client.bulk_link import BulkClosed, BulkRefused
-from hicache.client.fault import NEVER_SENT, OUT_OF_TIME, Fault, FaultKind, refusal_fault
+from hicache.client.bulk_link import LINK_ERRORS, fault_of_link
+from hicache.client.fault import OUT_OF_TIME, Fault, late_fault
 from hicache.client.memory_link import MemoryLink
 from hicache.client.session import Session, SessionLimits
 from hicache.l3 import Done, L3Item
@@ -85,9 +86,7 @@ def through_memory(session: Session, link: MemoryLink, transfer: Transfer) -> Fa
             transfer.outcomes[position] = outcome
         late = answer.count(Outcome.DEADLINE)
         if late:
-            return Fault(
-                FaultKind.DEADLINE, "NOT_IN_TIME", f"hicached did not move {late} of {len(batch)} objects in time"
-            )
+            return late_fault(late, len(batch))
     return None
 
 
@@ -105,11 +104,6 @@ def _ask_to_move(
             bulk.receive_status(left_s=lambda: transfer.left_s)
             packed = bulk.receive_bytes(len(items), left_s=lambda: transfer.left_s)
             return decode_outcomes(packed, count=len(items))
-    except TimeoutError as error:
-        return Fault(FaultKind.DEADLINE, "DEADLINE_EXCEEDED", str(error), leaves_bytes_alone=not is_sent)
-    except OSError as error:
-        return Fault(FaultKind.LOST, "BULK_LOST", str(error), leaves_bytes_alone=not is_sent)
-    except BulkRefused as refusal:
-        return refusal_fault(str(refusal)) or Fault(FaultKind.LOST, "BULK_REFUSED", str(refusal))
-    except BulkClosed:
-        return NEVER_SENT
+    except LINK_ERRORS as error:
+        fault = fault_of_link(error)
+        return fault if is_sent else replace(fault, leaves_bytes_alone=True)

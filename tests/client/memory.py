@@ -29,7 +29,7 @@ class SmallMemory:
 
 
 class UnshareableMemory(SmallMemory):
-    """Memory whose bytes cannot be handed over: a client has to use streams."""
+    """Memory whose bytes cannot be handed over: a client has to copy them, or to use streams."""
 
     def __init__(self, size_bytes: int = 1 << 20) -> None:
         super().__init__(size_bytes)

@@ -69,6 +69,8 @@ class TestDaemonOverTcp(DaemonContract):
 
 
 class TestDaemonWithMemoryThatCannotBeShared(DaemonContract):
+    bulk = "bounce"
+
     @pytest.fixture
     def contract_memory(self) -> Iterator[SmallMemory]:
         memory = UnshareableMemory(MEMORY_BYTES)

@@ -89,12 +89,22 @@ class TestHicachedThroughRegisteredMemory(HicachedContract):
     pass
 
 
+class TestHicachedThroughABounceBuffer(HicachedContract):
+    bulk = "bounce"
+
+    @pytest.fixture
+    def contract_memory(self) -> Iterator[SmallMemory]:
+        memory = UnshareableMemory(MEMORY_BYTES)
+        yield memory
+        memory.close()
+
+
 class TestHicachedThroughStreams(HicachedContract):
     bulk = "stream"
 
     @pytest.fixture
     def contract_memory(self) -> Iterator[SmallMemory]:
-        memory = UnshareableMemory(MEMORY_BYTES)
+        memory = SmallMemory(MEMORY_BYTES, is_sealed=False)
         yield memory
         memory.close()
 

@@ -77,7 +77,7 @@ class Besieged:
 @contextlib.contextmanager
 def victims(besieged: Besieged) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Clients in the middle of transfers, one for each way."""
-    ways = ((besieged.address, "memory"), (besieged.address, "stream"), (besieged.tcp_address, "stream"))
+    ways = ((besieged.address, "memory"), (besieged.address, "bounce"), (besieged.tcp_address, "stream"))
     processes = [
         subprocess.Popen([sys.executable, "-m", "tests.faults.victim", address, MALLORY, bulk], stdout=subprocess.PIPE)
         for address, bulk in ways

@@ -28,7 +28,7 @@ from hicache.tenancy import DEFAULT_TENANT, physical_key, tenant_digest
 from hicache.wire import hicached_pb2 as wire
 from hicache.wire.protocol import pack_keys
 from tests.client.hicached import HicachedProcess
-from tests.client.memory import SmallMemory, UnshareableMemory
+from tests.client.memory import SmallMemory
 from tests.client.support import Answer, get, key, payload, put, wait_until
 from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
@@ -78,7 +78,7 @@ class TableRun:
     def __init__(self, backend: str, folder: Path) -> None:
         self._daemon = ThreadedDaemon(folder, backend=backend, io_threads=3)
         address = self._daemon.target.replace("unix:", "unix://")
-        self._memories = {"memory": SmallMemory(), "stream": UnshareableMemory()}
+        self._memories = {"memory": SmallMemory(), "stream": SmallMemory(is_sealed=False)}
         self._clients = {bulk: connected(address, memory) for bulk, memory in self._memories.items()}
         self._raw = Client(self._daemon.target)
         self._other = OtherClient(address, SmallMemory(2 * SIZE_BYTES), size_bytes=SIZE_BYTES)

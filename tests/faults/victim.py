@@ -1,4 +1,4 @@
-"""A client that is going to be killed or stopped: ``python -m tests.faults.victim ADDRESS TOKEN memory|stream``.
+"""A client that is going to be killed or stopped: ``python -m tests.faults.victim ADDRESS TOKEN memory|bounce|stream``.
 
 Prints ``ready``, then puts and gets 16 MiB at a time for as long as it lives.
 """
@@ -17,7 +17,7 @@ ITEMS, SIZE_BYTES = 8, 2 << 20
 
 
 def main(address: str, token: str, bulk: str) -> None:
-    memory = (SmallMemory if bulk == "memory" else UnshareableMemory)(ITEMS * SIZE_BYTES)
+    memory = (UnshareableMemory if bulk == "bounce" else SmallMemory)(ITEMS * SIZE_BYTES)
     client = connected(address, memory, token=token)
     print("ready", flush=True)
     while True:
