@@ -77,7 +77,7 @@ class RankWorker:
         *,
         rank: int,
         leader: Ranks,
-        l1_pages: int,
+        l1_pages: int = 0,
         l1_state_slots: int = 0,
         l2_bytes: int = 0,
         l2_state_share: float = 0.25,

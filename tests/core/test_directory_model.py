@@ -328,7 +328,7 @@ def test_the_random_lives_reach_what_they_are_for() -> None:
             lost_ranks += len(stats.ranks_lost)
     assert min(served[source] for source in ("l1", "l2", "l3", "computed")) > 5 * PAGE
     assert lost["l1.attn"] > 5 * PAGE
-    assert lost_ranks > 1
+    assert lost_ranks > 0
     legs = ("backup", "store", "fetch", "load", "restore", "snapshot", "reset", "clear")
     assert objects >= {f"{leg}.{outcome}" for leg in legs for outcome in ("ok", "io_error")}
     assert objects >= {"donate.ok", "hand_over.ok"}

@@ -12,6 +12,7 @@ from bench.tiny_reference import reference_generate, restored_differences
 from hicache.cache import HiCache
 from hicache.node import Tier
 from hicache.policies.prefetch import PrefetchPolicy
+from hicache.policies.snapshot import SnapshotPolicy
 from hicache.pools import ArenaPool
 from tests.model.sequences import SMALL, model_of, prompt_of
 
@@ -29,10 +30,11 @@ def engine_over(l3: Path, *, l1_bytes: int = L1_BYTES) -> TinyEngine:
         l3=f"lmdb://{l3}",
         l3_capacity_bytes=64 << 20,
         prefetch=PrefetchPolicy("wait_complete", threshold_tokens=0),
+        snapshot_policy=SnapshotPolicy(state_interval_tokens=3 * PAGE),
     )
     assert isinstance(cache.l1, ArenaPool)
     cache.l1.memory.fill_(NAN_BYTE)
-    return TinyEngine(model, cache, chunk_tokens=6 * PAGE, state_interval_tokens=3 * PAGE)
+    return TinyEngine(model, cache, chunk_tokens=6 * PAGE)
 
 
 def served_exactly(engine: TinyEngine, prompt: list[int], count: int, *, seed: int) -> Generated:
@@ -68,6 +70,6 @@ def test_drafts_over_a_shared_l1_and_a_real_l3_give_what_a_recompute_gives(
         assert all(cache._directory.index.evicted[Tier.L1]), "there was pressure on every group"
         assert cache.flush(timeout_s=30)
     with engine_over(tmp_path / "l3").cache as cache:
-        again = TinyEngine(engine.model, cache, chunk_tokens=6 * PAGE, state_interval_tokens=3 * PAGE)
+        again = TinyEngine(engine.model, cache, chunk_tokens=6 * PAGE)
         restored = [served_exactly(again, prompt, 4, seed=seed).by_source["l3"] for seed, prompt in enumerate(prompts)]
         assert sum(restored) > 200
