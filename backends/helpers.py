@@ -41,13 +41,12 @@ class Helpers:
             return [work(item) for item in items]
         batch = _Batch(work, items)
         jobs = self._call_helpers(batch, len(items) - 1)
-        try:
-            self._go_through(batch)
-        finally:
-            batch.left.clear()
-            for job in jobs:
-                if not self._workers.withdraw(job):
-                    job.future.result()
+        self._go_through(batch)
+        for job in jobs:
+            if not self._workers.withdraw(job):
+                job.future.result()
+        if batch.errors:
+            raise batch.errors.pop()
         return [batch.results[position] for position in range(len(items))]
 
     def _call_helpers(self, batch: _Batch[Item, Result], count_max: int) -> list[Job[None]]:
@@ -72,17 +71,24 @@ class Helpers:
 
 
 class _Batch(Generic[Item, Result]):
-    """Each item goes to one of the threads that go through it."""
+    """Each item goes to one of the threads that go through it, until one of them fails."""
 
     def __init__(self, work: Callable[[Item], Result], items: Sequence[Item]) -> None:
         self._work = work
         self.left = deque(enumerate(items))
         self.results: dict[int, Result] = {}
+        self.errors: list[BaseException] = []  # the first one: a second would keep this, and memory of a client, alive
 
     def go_through(self) -> None:
+        """Raises nothing, so that each thread can be waited for."""
         while self.left:
             try:
                 position, item = self.left.popleft()
             except IndexError:  # another thread took the last one
                 return
-            self.results[position] = self._work(item)
+            try:
+                self.results[position] = self._work(item)
+            except BaseException as error:
+                self.left.clear()
+                if not self.errors:
+                    self.errors.append(error)

@@ -7,6 +7,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
@@ -14,7 +15,7 @@ T = TypeVar("T")
 
 
 class QueueFull(Exception):
-    """Too much work is waiting for a thread; nothing was queued."""
+    """Too much work is waiting for a thread, or there is no thread; nothing was queued."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -55,25 +56,26 @@ class Workers:
         self._threads: list[threading.Thread] = []
 
     def submit(self, work: Callable[[], T]) -> Job[T]:
-        """Queues ``work``. Raises QueueFull at the bound, or when closed."""
+        """Queues ``work``. Raises QueueFull at the bound, when closed, and while the system has no thread to start."""
         job = Job(work, Future[T]())
         with self._lock:
             if self._closed or len(self._queue) >= self._queue_max:
                 raise QueueFull
+            self._start_missing()
             if not self._threads:
-                self._start()
+                raise QueueFull
             self._queue.append(job)  # type: ignore[arg-type]  # the queue only runs jobs: their result type is erased
             if self._idle:
                 self._idle.pop().release()
         return job
 
-    def _start(self) -> None:
-        self._threads = [
-            threading.Thread(target=self._work, name=f"{self._name}-{index}", daemon=True)
-            for index in range(self.thread_count)
-        ]
-        for thread in self._threads:
-            thread.start()
+    def _start_missing(self) -> None:
+        """As many as the system has; the next job tries again."""
+        with suppress(RuntimeError):  # a limit on threads, or on memory
+            for index in range(len(self._threads), self.thread_count):
+                thread = threading.Thread(target=self._work, name=f"{self._name}-{index}", daemon=True)
+                thread.start()
+                self._threads.append(thread)
 
     def withdraw(self, job: Job[T]) -> bool:
         """Takes a job back that no thread has started. False: it is running or done."""

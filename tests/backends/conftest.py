@@ -4,12 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 
 from hicache.backends.lmdb_store import LmdbBackend
 
-pytest.register_assert_rewrite("tests.backends.contract", "tests.backends.limits_rig", "tests.backends.payloads")
+if TYPE_CHECKING:
+    from tests.backends.store_rig import Rig
+
+pytest.register_assert_rewrite(
+    "tests.backends.contract", "tests.backends.limits_rig", "tests.backends.payloads", "tests.backends.store_rig"
+)
 
 
 @pytest.fixture
@@ -24,3 +30,13 @@ def backend(directory: Path) -> Iterator[LmdbBackend]:
     backend = LmdbBackend.open(directory, capacity_bytes=16 << 20)
     yield backend
     backend.close()
+
+
+@pytest.fixture
+def rig(directory: Path) -> Iterator[Rig]:
+    """An object store over files; modules of other stores have a fixture of this name of their own."""
+    from tests.backends.store_rig import Rig  # its asserts are rewritten by then
+
+    rig = Rig(directory)
+    yield rig
+    rig.store.close()

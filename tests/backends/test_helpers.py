@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
+import numpy as np
 import pytest
 
 from hicache.backends import helpers
 from hicache.backends.helpers import SHARED_BYTES_MIN, Helpers
+from hicache.errors import BackendError
+from hicache.workers import Job, Workers
 
 WAIT_S = 20.0
+
+T = TypeVar("T")
 
 
 @pytest.fixture
@@ -105,6 +112,73 @@ def test_an_error_of_a_helper_is_raised_too(shared: Helpers) -> None:
 
     with pytest.raises(IndexError):
         shared.map(work, range(2), size_bytes=SHARED_BYTES_MIN)
+
+
+def test_an_error_of_one_helper_is_raised_when_the_others_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(helpers.os, "sched_getaffinity", lambda _: {0, 1, 2})
+    monkeypatch.setattr(helpers, "Workers", _NumberedWorkers)
+    helping = Helpers("test")
+    all_inside = threading.Barrier(3)
+    was_raised = threading.Event()
+    is_alone: list[bool] = []
+
+    def work(number: int) -> None:
+        all_inside.wait(WAIT_S)
+        if _job.number == 0:
+            raise IndexError(number)
+        if _job.number == 1:
+            is_alone.append(was_raised.wait(0.1))
+
+    with pytest.raises(IndexError):
+        helping.map(work, range(3), size_bytes=SHARED_BYTES_MIN)
+    was_raised.set()
+    assert is_alone == [False]
+    helping.close()
+
+
+class _JobNumber(threading.local):
+    """Which job this thread runs."""
+
+    number: int | None = None
+
+
+_job = _JobNumber()
+
+
+class _NumberedWorkers(Workers):
+    """Tells each job its number."""
+
+    def submit(self, work: Callable[[], T]) -> Job[T]:
+        number = self._submitted = getattr(self, "_submitted", -1) + 1
+
+        def numbered() -> T:
+            _job.number = number
+            return work()
+
+        return super().submit(numbered)
+
+
+def test_memory_is_let_go_of_though_a_helper_has_failed(shared: Helpers) -> None:
+    here = threading.get_ident()
+    both = threading.Barrier(2)
+
+    def work(part: memoryview) -> None:
+        filled = np.frombuffer(part, dtype=np.uint8)
+        both.wait(WAIT_S)
+        if threading.get_ident() != here:
+            raise BackendError(f"{len(filled)} bytes cannot be read")
+
+    gc.disable()
+    try:
+        memories = [bytearray(4), bytearray(4)]
+        views = [memoryview(memory) for memory in memories]
+        with pytest.raises(BackendError):
+            shared.map(work, views, size_bytes=SHARED_BYTES_MIN)
+        for memory, view in zip(memories, views, strict=True):
+            view.release()
+            memory.clear()  # BufferError while somebody has a part of it
+    finally:
+        gc.enable()
 
 
 def test_after_the_end_a_call_goes_on_alone(shared: Helpers) -> None:

@@ -11,7 +11,8 @@ import pytest
 
 from hicache.outcome import Outcome
 from tests.backends.mooncake_cluster import MIB, MooncakeCluster, eventually, require_wheel
-from tests.daemon.client import Client, Memory, object_key, payload_of
+from tests.daemon.client import Client
+from tests.daemon.raw_links import Memory, object_key, payload_of
 from tests.daemon.rig import DaemonProcess, http_get, scrape
 
 require_wheel()

@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent import futures
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO
 
@@ -27,8 +26,6 @@ from hicache.wire.bulk import (
     BULK_HELLO,
     BULK_NUMBER_BYTES,
     BULK_OBJECT,
-    BULK_REASON,
-    BULK_REFUSED,
     BULK_REGION,
     BULK_REQUEST,
     BulkKind,
@@ -46,51 +43,9 @@ from hicache.wire.protocol import (
     server_options,
     split_keys,
 )
+from tests.client.small_parts import Faults, Region, _refused, _unix_listener
 
 MIB = 1 << 20
-
-
-@dataclass
-class Faults:
-    """Hooks into the daemon; each default does nothing."""
-
-    before_reply: Callable[[str], None] = lambda operation: None  # may block: a late or missing answer
-    before_bytes: Callable[[str], None] = lambda operation: None  # before registered memory is touched
-    objects: Callable[[list[bytes]], list[bytes]] = lambda objects: objects  # of a get over the bulk socket, as sent
-    objects_end: Callable[[], bool] = lambda: True  # after the last of them; False ends the connection
-    outcomes: Callable[[bytes], bytes] = lambda outcomes: outcomes  # of a get or put of registered memory, as sent
-    refuse: dict[str, tuple[grpc.StatusCode, str]] = field(default_factory=dict)  # by operation
-    refuse_memory: str = ""
-    watch: Callable[[], Iterator[wire.WatchEvents]] | None = None  # the events of one watch; None: there are none
-    late: Callable[[str], threading.Event | None] = lambda operation: None  # answer DEADLINE now, move bytes when set
-
-
-class Region:
-    """A client's mapped memory. ``detach`` returns when no transfer holds it any more."""
-
-    def __init__(self, mapping: mmap.mmap) -> None:
-        self.mapping = mapping
-        self._changed = threading.Condition()
-        self._holds = 0
-        self._is_detached = False
-
-    @contextlib.contextmanager
-    def held(self) -> Iterator[bool]:
-        with self._changed:
-            is_held = not self._is_detached
-            self._holds += is_held
-        try:
-            yield is_held
-        finally:
-            with self._changed:
-                self._holds -= is_held
-                self._changed.notify_all()
-
-    def detach(self) -> None:
-        with self._changed:
-            self._is_detached = True
-            self._changed.wait_for(lambda: not self._holds)
-        self.mapping.close()
 
 
 class SmallDaemon(HiCachedServicer):
@@ -349,9 +304,10 @@ class SmallDaemon(HiCachedServicer):
             objects = [
                 self._object_of(index, key, size) for index, (key, size) in enumerate(zip(keys, sizes, strict=True))
             ]
+            end = self.faults.objects_end  # of this call: the client may arm that of its next one when it has all bytes
             for sent in self.faults.objects(objects):
                 connection.sendall(sent)
-            return self.faults.objects_end()
+            return end()
         outcomes = [Outcome.EXISTS if key in self.objects else Outcome.OK for key in keys]
         connection.sendall(bytes(outcomes))
         for index, (key, size) in enumerate(zip(keys, sizes, strict=True)):
@@ -392,19 +348,6 @@ class SmallDaemon(HiCachedServicer):
                     pass
             del self._regions[region_id]
             region.detach()
-
-
-def _refused(reason: str) -> bytes:
-    return BULK_REFUSED + BULK_REASON.pack(len(reason)) + reason.encode()
-
-
-def _unix_listener(path: str) -> socket.socket:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
-    listener = socket.socket(socket.AF_UNIX)
-    listener.bind(path)
-    listener.listen(16)
-    return listener
 
 
 def main() -> None:

@@ -1,16 +1,14 @@
-"""The client of hicached when the daemon is slow, wrong, or gone, in this very process."""
+"""The client of hicached when the daemon refuses, is gone, and comes back, in this very process."""
 
 from __future__ import annotations
 
 import dataclasses
 import os
-import socket
 import subprocess
 import sys
 import threading
 import time
 import warnings
-from concurrent import futures
 from pathlib import Path
 
 import grpc
@@ -29,7 +27,6 @@ from hicache.l3 import L3Item
 from hicache.outcome import Outcome
 from hicache.spec import CacheSpec, PagedGroup
 from hicache.wire import hicached_pb2 as wire
-from hicache.wire.bulk import BULK_CONNECTIONS_PER_SESSION_MAX, BULK_OBJECT
 from tests.client.conftest import ClientFactory
 from tests.client.memory import SmallMemory
 from tests.client.small_daemon import MIB, SmallDaemon
@@ -47,191 +44,6 @@ from tests.client.support import (
 )
 
 SIZE = 5000
-
-
-def hang(daemon: SmallDaemon, *, where: str, operation: str, times: int = 1) -> threading.Event:
-    """Make the next ``times`` calls of ``operation`` stand still until the event is set."""
-    release = threading.Event()
-    left = [times]
-
-    def stand_still(name: str) -> None:
-        if name == operation and left[0]:
-            left[0] -= 1
-            release.wait(30)
-
-    setattr(daemon.faults, where, stand_still)
-    return release
-
-
-# A transfer without an answer
-
-
-def test_a_late_get_lands_only_in_memory_that_is_still_held(
-    daemon: SmallDaemon, client: DaemonL3, memory: SmallMemory
-) -> None:
-    daemon.objects[key(1)] = payload(1, SIZE)
-    release = hang(daemon, where="before_bytes", operation="get")
-    at_done: list[bytes] = []
-    answer = Answer(on_done=lambda: at_done.append(bytes(memory.buffer[:SIZE])))
-    started_s = time.monotonic()
-    client.get([L3Item(key(1), 0, SIZE)], timeout_s=0.2, done=answer)
-    assert time.monotonic() - started_s < 2, "the caller got its thread back at the deadline"
-    wait_until(lambda: client.status().items_in_doubt == 1)
-    assert not answer.is_there
-    release.set()
-    assert answer.wait() == [Outcome.DEADLINE]
-    assert at_done == [payload(1, SIZE)], "the late bytes were there before the memory was given back"
-    assert client.status().items_in_doubt == 0
-
-
-def test_fifty_others_go_on_beside_a_get_that_is_never_answered(
-    daemon: SmallDaemon, client: DaemonL3, memory: SmallMemory
-) -> None:
-    for number in range(51):
-        daemon.objects[key(number)] = payload(number, SIZE)
-    release = hang(daemon, where="before_bytes", operation="get")
-    stuck = Answer()
-    client.get([L3Item(key(0), 0, SIZE)], timeout_s=0.2, done=stuck)
-    for number in range(1, 51):
-        assert get(client, [L3Item(key(number), number * SIZE, SIZE)]) == [Outcome.OK]
-        assert memory.buffer[number * SIZE : (number + 1) * SIZE] == payload(number, SIZE)
-    assert not stuck.is_there
-    assert client.status().bulk == "memory", "the memory was registered anew"
-    release.set()
-    assert stuck.wait() == [Outcome.DEADLINE]
-
-
-def test_a_late_put_holds_its_source_until_hicached_has_read_it(
-    daemon: SmallDaemon, client: DaemonL3, memory: SmallMemory
-) -> None:
-    memory.buffer[:SIZE] = payload(1, SIZE)
-    release = hang(daemon, where="before_bytes", operation="put")
-    answer = Answer()
-    client.put([L3Item(key(1), 0, SIZE)], timeout_s=0.2, done=answer)
-    wait_until(lambda: client.status().items_in_doubt == 1)
-    assert not answer.is_there
-    release.set()
-    assert answer.wait() == [Outcome.DEADLINE]
-    assert daemon.objects[key(1)] == payload(1, SIZE)
-
-
-def test_an_answer_that_comes_too_late_is_not_an_answer(daemon: SmallDaemon, client: DaemonL3) -> None:
-    daemon.objects[key(1)] = payload(1, SIZE)
-    release = hang(daemon, where="before_reply", operation="get")
-    answer = Answer()
-    client.get([L3Item(key(1), 0, SIZE)], timeout_s=0.2, done=answer)
-    assert answer.wait() == [Outcome.DEADLINE], "no transfer touched the memory any more, so it ended at once"
-    release.set()
-    assert get(client, [L3Item(key(1), 0, SIZE)]) == [Outcome.OK]
-    assert len(answer.calls) == 1
-
-
-def test_an_object_that_hicached_itself_calls_late_is_in_doubt_although_there_is_an_answer(
-    daemon: SmallDaemon, client: DaemonL3, memory: SmallMemory
-) -> None:
-    daemon.objects[key(1)] = payload(1, SIZE)
-    go_on = threading.Event()
-    daemon.faults.late = lambda operation: go_on
-    at_done: list[bytes] = []
-    answer = Answer(on_done=lambda: at_done.append(bytes(memory.buffer[:SIZE])))
-    client.get([L3Item(key(1), 0, SIZE)], timeout_s=5, done=answer)
-    assert not answer.is_there
-    assert client.status().items_in_doubt == 1
-    go_on.set()
-    assert answer.wait() == [Outcome.DEADLINE]
-    assert at_done == [payload(1, SIZE)]
-
-
-def test_a_transfer_that_fails_inside_the_daemon_is_in_doubt_until_it_lets_go(
-    daemon: SmallDaemon, client: DaemonL3
-) -> None:
-    daemon.objects[key(1)] = payload(1, SIZE)
-    daemon.faults.refuse["get"] = (grpc.StatusCode.INTERNAL, "something broke")
-    assert get(client, [L3Item(key(1), 0, SIZE)]) == [Outcome.UNAVAILABLE]
-    del daemon.faults.refuse["get"]
-    wait_until(lambda: client.status().bulk == "memory")
-    assert get(client, [L3Item(key(1), 0, SIZE)]) == [Outcome.OK]
-
-
-def test_batches_of_one_call_are_told_together_and_what_was_answered_counts(
-    folder: Path, new_client: ClientFactory
-) -> None:
-    limits = wire.Limits(object_bytes_max=SIZE, batch_keys_max=2, batch_bytes_max=MIB, lease_ms_max=1)
-    daemon = SmallDaemon(folder, limits=limits).start()
-    client = new_client(daemon.address)
-    assert client.wait_ready(timeout_s=10)
-    for number in range(6):
-        daemon.objects[key(number)] = payload(number, SIZE)
-    seen = [0]
-    release = threading.Event()
-
-    def hang_second_batch(operation: str) -> None:
-        seen[0] += operation == "get"
-        if seen[0] == 2:
-            release.wait(30)
-
-    daemon.faults.before_bytes = hang_second_batch
-    answer = Answer()
-    client.get([L3Item(key(number), number * SIZE, SIZE) for number in range(6)], timeout_s=0.3, done=answer)
-    assert not answer.is_there
-    release.set()
-    assert answer.wait() == [Outcome.OK] * 2 + [Outcome.DEADLINE] * 4
-    assert seen[0] == 2, "nothing was sent after the batch that was not answered"
-    daemon.stop()
-
-
-def test_a_mistake_on_this_side_is_a_miss_whose_bytes_are_in_doubt_until_hicached_lets_go(
-    daemon: SmallDaemon, client: DaemonL3
-) -> None:
-    answer = Answer()
-    client.get([L3Item("no bytes", 0, SIZE)], timeout_s=5, done=answer)  # type: ignore[arg-type]
-    assert answer.wait() == [Outcome.UNAVAILABLE]
-    wait_until(lambda: client.status().bulk == "memory")
-    assert put(client, [L3Item(key(1), 0, SIZE)]) == [Outcome.OK]
-
-
-def test_a_refused_transfer_is_told_at_once_and_remembered(daemon: SmallDaemon, client: DaemonL3) -> None:
-    daemon.faults.refuse["put"] = (grpc.StatusCode.RESOURCE_EXHAUSTED, "BATCH_TOO_LARGE: not so many")
-    assert put(client, [L3Item(key(1), 0, SIZE)]) == [Outcome.REFUSED]
-    status = client.status()
-    assert status.refusals == {"BATCH_TOO_LARGE": 1}
-    assert status.bulk == "memory"
-    assert not status.is_degraded
-
-
-def test_close_says_what_is_in_doubt_and_tells_it_only_when_it_is_over(
-    daemon: SmallDaemon, new_client: ClientFactory, caplog: pytest.LogCaptureFixture
-) -> None:
-    client = new_client(daemon.address, settings=dataclasses.replace(QUICK, close_timeout_s=0.1))
-    assert client.wait_ready(timeout_s=10)
-    daemon.objects[key(1)] = payload(1, SIZE)
-    release = hang(daemon, where="before_bytes", operation="get")
-    answer = Answer()
-    client.get([L3Item(key(1), 0, SIZE)], timeout_s=0.1, done=answer)
-    started_s = time.monotonic()
-    client.close()
-    assert time.monotonic() - started_s < 5
-    assert not answer.is_there
-    assert client.status().items_in_doubt == 1
-    assert "may still touch 1 objects" in caplog.text
-    release.set()
-    assert answer.wait() == [Outcome.DEADLINE]
-    wait_until(lambda: not client_threads(), what="the end of the threads")
-
-
-def test_close_ends_a_call_that_runs_and_done_is_still_called(daemon: SmallDaemon, client: DaemonL3) -> None:
-    release = hang(daemon, where="before_reply", operation="get")
-    answer = Answer()
-    caller = threading.Thread(
-        target=client.get, args=([L3Item(key(1), 0, SIZE)],), kwargs={"timeout_s": 30.0, "done": answer}
-    )
-    caller.start()
-    wait_until(lambda: bool(daemon.requests.get("get")))
-    client.close()
-    caller.join(5)
-    assert not caller.is_alive()
-    assert answer.wait() == [Outcome.UNAVAILABLE]
-    release.set()
 
 
 # The daemon comes, goes, and comes back
@@ -288,7 +100,7 @@ def test_when_the_medium_hangs_calls_soon_cost_nothing_and_it_comes_back(
 ) -> None:
     client = new_client(daemon.address)
     assert client.wait_ready(timeout_s=10)
-    release = hang(daemon, where="before_reply", operation="lookup", times=10)
+    release = daemon.faults.hang(where="before_reply", operation="lookup", times=10)
     for _ in range(QUICK.breaker.consecutive_failures_max):
         assert client.lookup([key(1)], timeout_s=0.05) == [Outcome.DEADLINE]
     started_s = time.monotonic()
@@ -442,179 +254,6 @@ def test_an_outcome_from_a_newer_daemon_is_an_error(daemon: SmallDaemon, client:
     assert get(client, [L3Item(key(1), 0, SIZE)]) == [Outcome.IO_ERROR]
 
 
-# Streams
-
-
-def stream_client(folder: Path, new_client: ClientFactory) -> tuple[SmallDaemon, DaemonL3]:
-    daemon = SmallDaemon(folder, has_memory_socket=False).start()
-    client = new_client(daemon.address)
-    assert client.wait_ready(timeout_s=10)
-    wait_until(lambda: not daemon.bulk_connections, what="the end of the connection that tried the bulk socket")
-    return daemon, client
-
-
-def objects_of(daemon: SmallDaemon, count: int, *, size: int = SIZE) -> list[L3Item]:
-    """So many objects in the daemon, and where they belong here."""
-    for number in range(count):
-        daemon.objects[key(number)] = payload(number, size)
-    return [L3Item(key(number), number * size, size) for number in range(count)]
-
-
-def test_a_stream_that_is_cut_off_loses_what_had_not_come_and_keeps_the_rest(
-    folder: Path, new_client: ClientFactory
-) -> None:
-    daemon, client = stream_client(folder, new_client)
-    items = objects_of(daemon, 3)
-    daemon.faults.objects = lambda objects: [*objects[:-1], objects[-1][:100]]
-    daemon.faults.objects_end = lambda: False
-    assert get(client, items) == [Outcome.OK, Outcome.OK, Outcome.UNAVAILABLE]
-    daemon.faults.objects, daemon.faults.objects_end = (lambda objects: objects), (lambda: True)
-    wait_until(lambda: get(client, items) == [Outcome.OK] * 3, what="another connection")
-    daemon.stop()
-
-
-def test_a_stream_that_never_ends_is_over_at_the_deadline_and_what_came_counts(
-    folder: Path, new_client: ClientFactory
-) -> None:
-    daemon, client = stream_client(folder, new_client)
-    items = objects_of(daemon, 2)
-    release = threading.Event()
-    daemon.faults.objects = lambda objects: objects[:1]
-    daemon.faults.objects_end = lambda: release.wait(30)
-    assert get(client, items, timeout_s=0.3) == [Outcome.OK, Outcome.DEADLINE]
-    release.set()
-    daemon.stop()
-
-
-def test_after_the_deadline_a_late_stream_writes_nothing_here(
-    folder: Path, new_client: ClientFactory, memory: SmallMemory
-) -> None:
-    daemon, client = stream_client(folder, new_client)
-    [item] = objects_of(daemon, 1)
-    release, sent = threading.Event(), threading.Event()
-
-    def late(objects: list[bytes]) -> list[bytes]:
-        release.wait(30)
-        return objects
-
-    daemon.faults.objects = late
-    daemon.faults.objects_end = lambda: bool(sent.set()) or True
-    assert get(client, [item], timeout_s=0.2) == [Outcome.DEADLINE]
-    memory.buffer[:SIZE] = b"\xaa" * SIZE
-    release.set()
-    wait_until(lambda: not daemon.bulk_connections, what="the daemon's side of the connection has ended")
-    assert memory.buffer[:SIZE] == b"\xaa" * SIZE
-    daemon.stop()
-
-
-def test_wrong_bytes_spoil_their_object_alone(folder: Path, new_client: ClientFactory) -> None:
-    daemon, client = stream_client(folder, new_client)
-    items = objects_of(daemon, 2)
-    daemon.faults.objects = lambda objects: [objects[0][:20] + b"\xff" + objects[0][21:], objects[1]]
-    assert get(client, items) == [Outcome.IO_ERROR, Outcome.OK]
-    daemon.stop()
-
-
-def test_streams_that_are_given_up_end_at_the_daemon_too_and_leave_nothing_here(
-    folder: Path, new_client: ClientFactory
-) -> None:
-    daemon, client = stream_client(folder, new_client)
-    [item] = objects_of(daemon, 1, size=MIB)
-    nonsense = BULK_OBJECT.pack(77, Outcome.OK)
-    daemon.faults.objects = lambda objects: [nonsense, *objects]
-    threads_before, open_before = threading.active_count(), open_descriptors()
-    for _ in range(50):
-        assert get(client, [item]) == [Outcome.IO_ERROR]
-    wait_until(lambda: not daemon.bulk_connections, what="the end of the daemon's side")
-    wait_until(lambda: threading.active_count() <= threads_before, what="the end of the daemon's threads")
-    assert open_descriptors() == open_before
-    daemon.stop()
-
-
-def test_calls_share_a_bounded_number_of_connections(folder: Path, new_client: ClientFactory) -> None:
-    daemon, client = stream_client(folder, new_client)
-    items = objects_of(daemon, 1)
-    for _ in range(3):
-        assert get(client, items) == [Outcome.OK]
-    assert len(daemon.bulk_connections) == 1, "one connection serves one call after another"
-    release = threading.Event()
-
-    def end_the_connection() -> bool:
-        release.wait(30)
-        return False
-
-    daemon.faults.objects = lambda objects: []  # nothing comes: every connection stays in use
-    daemon.faults.objects_end = end_the_connection
-    answers = [Answer() for _ in range(BULK_CONNECTIONS_PER_SESSION_MAX)]
-    callers = [
-        threading.Thread(target=client.get, args=(items,), kwargs={"timeout_s": 30.0, "done": answer})
-        for answer in answers
-    ]
-    for caller in callers:
-        caller.start()
-    wait_until(lambda: len(daemon.requests["get_stream"]) == 3 + len(answers), what="all of them are asked")
-    assert get(client, items, timeout_s=0.2) == [Outcome.DEADLINE], "it waited for a connection"
-    assert len(daemon.bulk_connections) == BULK_CONNECTIONS_PER_SESSION_MAX
-    assert len(daemon.requests["get_stream"]) == 3 + len(answers)
-    release.set()
-    for caller in callers:
-        caller.join()
-    assert [answer.wait() for answer in answers] == [[Outcome.UNAVAILABLE]] * len(answers)
-    daemon.stop()
-
-
-def test_a_refused_bulk_connection_is_a_refusal_of_the_call(folder: Path, new_client: ClientFactory) -> None:
-    daemon, client = stream_client(folder, new_client)
-    items = objects_of(daemon, 1)
-    daemon.faults.refuse["bulk"] = (grpc.StatusCode.RESOURCE_EXHAUSTED, "TOO_MANY_CALLS: so many at a time")
-    assert get(client, items) == [Outcome.UNAVAILABLE]
-    assert client.status().refusals == {"TOO_MANY_CALLS": 1}
-    del daemon.faults.refuse["bulk"]
-    assert get(client, items) == [Outcome.OK]
-    daemon.stop()
-
-
-def test_a_probe_says_that_the_bulk_socket_is_out_of_reach(folder: Path, new_client: ClientFactory) -> None:
-    daemon, client = stream_client(folder, new_client)
-    assert client.probe(timeout_s=5).bulk == "stream"
-    os.unlink(daemon.bulk_path)
-    report = client.probe(timeout_s=5)
-    assert (report.is_ok, report.code) == (False, "BULK_LOST")
-    assert "bulk socket" in report.detail
-    daemon.stop()
-
-
-def test_close_ends_a_stream_that_runs(folder: Path, new_client: ClientFactory) -> None:
-    daemon, client = stream_client(folder, new_client)
-    items = objects_of(daemon, 1)
-    release, begun = threading.Event(), threading.Event()
-
-    def hang_on(objects: list[bytes]) -> list[bytes]:
-        begun.set()
-        release.wait(30)
-        return objects
-
-    daemon.faults.objects = hang_on
-    answer = Answer()
-    caller = threading.Thread(target=client.get, args=(items,), kwargs={"timeout_s": 30.0, "done": answer})
-    caller.start()
-    assert begun.wait(10)
-    client.close()
-    caller.join(10)
-    assert answer.wait() == [Outcome.UNAVAILABLE]
-    release.set()
-    daemon.stop()
-
-
-def test_what_hicached_has_already_costs_no_bytes_over_a_stream(folder: Path, new_client: ClientFactory) -> None:
-    daemon, client = stream_client(folder, new_client)
-    items = [L3Item(key(number), number * SIZE, SIZE) for number in range(3)]
-    assert put(client, items[:2]) == [Outcome.OK, Outcome.OK]
-    assert put(client, items[:2]) == [Outcome.EXISTS, Outcome.EXISTS]
-    assert put(client, items) == [Outcome.EXISTS, Outcome.EXISTS, Outcome.OK]
-    daemon.stop()
-
-
 # What is left behind
 
 
@@ -659,48 +298,6 @@ def test_a_process_that_forgets_to_close_still_ends(daemon: SmallDaemon) -> None
     )
     ended = subprocess.run([sys.executable, "-c", script], timeout=30, capture_output=True, text=True)
     assert (ended.returncode, ended.stderr) == (0, "")
-
-
-# Start-up checks
-
-
-def test_a_probe_says_who_serves_and_how(daemon: SmallDaemon, client: DaemonL3) -> None:
-    report = client.probe(timeout_s=5)
-    assert (report.is_ok, report.code, report.tenant, report.bulk) == (True, "OK", "default", "memory")
-    assert report.store_id == b"s" * 16
-
-
-def test_a_probe_with_a_wrong_token_says_so(daemon: SmallDaemon, new_client: ClientFactory) -> None:
-    daemon.token = "right"
-    report = new_client(daemon.address, token="wrong").probe(timeout_s=5)
-    assert (report.is_ok, report.code, report.is_lasting) == (False, "BAD_TOKEN", True)
-    assert "no tenant has this token" in report.detail
-
-
-def test_a_probe_of_nothing_says_where_nothing_is(folder: Path, new_client: ClientFactory) -> None:
-    report = new_client(f"unix://{folder}/nobody.sock").probe(timeout_s=5)
-    assert not report.is_ok
-    assert not report.is_lasting
-    assert "nobody.sock" in report.detail
-
-
-def test_a_probe_of_a_silent_socket_ends_at_its_deadline(folder: Path, new_client: ClientFactory) -> None:
-    with socket.socket(socket.AF_UNIX) as silent:
-        silent.bind(f"{folder}/silent.sock")
-        silent.listen(8)
-        started_s = time.monotonic()
-        report = new_client(f"unix://{folder}/silent.sock").probe(timeout_s=0.3)
-        assert time.monotonic() - started_s < 3
-        assert (report.is_ok, report.code) == (False, "NO_WELCOME")
-
-
-def test_a_probe_of_another_service_says_that_it_is_not_hicached(folder: Path, new_client: ClientFactory) -> None:
-    server = grpc.server(futures.ThreadPoolExecutor(2))
-    server.add_insecure_port(f"unix:{folder}/other.sock")
-    server.start()
-    report = new_client(f"unix://{folder}/other.sock").probe(timeout_s=5)
-    assert (report.is_ok, report.code, report.is_lasting) == (False, "NOT_HICACHED", True)
-    server.stop(grace=0).wait(5)
 
 
 def test_settings_that_make_no_sense_name_the_setting() -> None:

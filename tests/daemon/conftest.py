@@ -17,8 +17,9 @@ from hicache.daemon.config import DaemonConfig
 from hicache.daemon.readings import StoreNumbers
 from hicache.daemon.server import OpenedStore
 from hicache.outcome import Outcome
-from tests.daemon.client import Client, Memory, object_key
-from tests.daemon.rig import DaemonProcess, DaemonThread
+from tests.daemon.client import Client
+from tests.daemon.raw_links import Memory, object_key
+from tests.daemon.rig import ALICE, BOB, DaemonProcess, DaemonThread
 
 
 @pytest.fixture
@@ -121,3 +122,12 @@ def bystander(daemon: ThreadedDaemon) -> Iterator[Client]:
         assert other.put_stream([object_key(99)], [b"mine"]) == [Outcome.OK]
         yield other
         assert other.get_stream([object_key(99)], [4]) == [b"mine"]
+
+
+@pytest.fixture
+def two_tenants(folder: Path) -> str:
+    """A file with the tenants alice and bob."""
+    file = folder / "tenants"
+    file.write_text(f"alice {ALICE}\nbob {BOB}\n")
+    file.chmod(0o600)
+    return str(file)

@@ -22,6 +22,8 @@ from hicache.daemon.server import Daemon, OpenedStore
 
 START_S = 30.0
 STOP_S_SLACK = 20.0
+TOKEN = "token-of-alice-1234"
+ALICE, BOB = "alice-token-0123456789", "bob-token-0123456789ab"
 
 
 def settings_in(folder: Path, **overrides: object) -> dict[str, object]:
@@ -164,3 +166,18 @@ def scrape(address: str) -> dict[str, float]:
     assert status == 200
     lines = [line.rsplit(" ", 1) for line in body.splitlines() if line and not line.startswith("#")]
     return {name: float(value) for name, value in lines}
+
+
+def tenants_file(folder: Path) -> str:
+    """A file with the tenant alice, whose token is TOKEN."""
+    path = folder / "tenants"
+    path.write_text(f"alice {TOKEN}\n")
+    return str(path)
+
+
+def refused_start(daemon: DaemonProcess) -> tuple[int, str]:
+    """Exit code and the one line that explains it."""
+    code = daemon.wait_end()
+    lines = daemon.log.splitlines()
+    assert len(lines) == 1, daemon.log
+    return code, lines[0]

@@ -27,8 +27,9 @@ from hicache.wire.bulk import (
     BulkKind,
     pack_numbers,
 )
-from tests.daemon.client import Bulk, BulkRefused, Client, Memory, object_key, payload_of
+from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
+from tests.daemon.raw_links import Bulk, BulkRefused, Memory, object_key, payload_of
 from tests.daemon.rig import wait_until
 
 StartThread = Callable[..., ThreadedDaemon]

@@ -18,8 +18,9 @@ from hicache.daemon.tenants import Tenant
 from hicache.errors import BackendError
 from hicache.outcome import Outcome
 from hicache.wire.protocol import RefusalCode
-from tests.daemon.client import Attachment, Client, Memory, MemoryRefused, object_key, payload_of
+from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
+from tests.daemon.raw_links import Attachment, Memory, MemoryRefused, object_key, payload_of
 from tests.daemon.rig import http_get, scrape, wait_until
 
 TEXT = (Path(__file__).parents[2] / "docs" / "hicached.md").read_text(encoding="utf-8")

@@ -26,8 +26,9 @@ from hicache.outcome import Outcome
 from hicache.wire.bulk import BulkKind
 from hicache.wire.hicached_pb2_grpc import HiCachedStub
 from hicache.wire.protocol import NAMESPACE_DIGEST_BYTES, channel_options
-from tests.daemon.client import CALL_S, Bulk, BulkRefused, Client, object_key, payload_of
+from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
+from tests.daemon.raw_links import CALL_S, Bulk, BulkRefused, object_key, payload_of
 from tests.daemon.rig import wait_until
 
 StartThread = Callable[..., ThreadedDaemon]

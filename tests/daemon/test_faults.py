@@ -11,8 +11,9 @@ import pytest
 
 from hicache.backends.faulty import Fault, FaultKind
 from hicache.outcome import Outcome
-from tests.daemon.client import Client, Memory, object_key, payload_of
+from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
+from tests.daemon.raw_links import Memory, object_key, payload_of
 from tests.daemon.rig import DaemonProcess, scrape, wait_until
 
 Start = Callable[..., DaemonProcess]

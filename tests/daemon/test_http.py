@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from hicache.backends.faulty import Fault, FaultKind
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.http import is_own_host
-from tests.daemon.client import Client, Memory, object_key
+from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
+from tests.daemon.raw_links import Memory, object_key
 from tests.daemon.rig import http_get, wait_until
 
 StartThread = Callable[..., ThreadedDaemon]

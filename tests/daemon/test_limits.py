@@ -18,8 +18,9 @@ from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.hicached_pb2_grpc import HiCachedStub
 from hicache.wire.protocol import split_keys
-from tests.daemon.client import BulkRefused, Client, Memory, object_key, payload_of, refusal_code
+from tests.daemon.client import Client, refusal_code
 from tests.daemon.conftest import ThreadedDaemon
+from tests.daemon.raw_links import BulkRefused, Memory, object_key, payload_of
 from tests.daemon.rig import scrape, settings_in, wait_until
 
 TOKENS = {"alice": "token-of-alice-1234", "bob": "token-of-bob-123456"}

@@ -20,18 +20,9 @@ from hicache.spec import namespace_digest
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.hicached_pb2_grpc import HiCachedStub
 from hicache.wire.protocol import MEMORY_HELLO, PROTOCOL_VERSION, channel_options
-from tests.daemon.client import (
-    CALL_S,
-    DESCRIPTOR,
-    Attachment,
-    BulkRefused,
-    Client,
-    Memory,
-    MemoryRefused,
-    object_key,
-    refusal_code,
-)
+from tests.daemon.client import DESCRIPTOR, Client, refusal_code
 from tests.daemon.conftest import ThreadedDaemon
+from tests.daemon.raw_links import CALL_S, Attachment, BulkRefused, Memory, MemoryRefused, object_key
 from tests.daemon.rig import wait_until
 
 StartThread = Callable[..., ThreadedDaemon]

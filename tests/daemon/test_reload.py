@@ -12,8 +12,9 @@ import pytest
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.reload import resize_when_asked
 from hicache.outcome import Outcome
-from tests.daemon.client import Client, object_key, payload_of
+from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
+from tests.daemon.raw_links import object_key, payload_of
 from tests.daemon.rig import DaemonProcess, wait_until
 
 MIB = 1 << 20

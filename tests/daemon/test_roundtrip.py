@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hicache.outcome import Outcome
-from tests.daemon.client import Client, Memory, object_key, payload_of
+from tests.daemon.client import Client
+from tests.daemon.raw_links import Memory, object_key, payload_of
 from tests.daemon.rig import DaemonProcess, wait_until
 
 PAGE = 64 * 1024

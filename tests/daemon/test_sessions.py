@@ -23,8 +23,9 @@ from hicache.tenancy import tenant_digest
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.bulk import BULK_CHECKSUM, BulkKind
 from hicache.wire.protocol import pack_keys
-from tests.daemon.client import CALL_S, Bulk, Client, Memory, object_key, payload_of, refusal_code
+from tests.daemon.client import Client, refusal_code
 from tests.daemon.conftest import ThreadedDaemon
+from tests.daemon.raw_links import CALL_S, Bulk, Memory, object_key, payload_of
 from tests.daemon.rig import DaemonProcess, http_get, scrape, wait_until
 
 StartThread = Callable[..., ThreadedDaemon]

@@ -17,8 +17,9 @@ from hicache.errors import ConfigError
 from hicache.outcome import Outcome
 from hicache.tenancy import TENANT_BYTES, tenant_digest
 from hicache.wire.protocol import KEY_BYTES_MAX
-from tests.daemon.client import DESCRIPTOR, Client, Memory, object_key, payload_of
+from tests.daemon.client import DESCRIPTOR, Client
 from tests.daemon.conftest import ThreadedDaemon
+from tests.daemon.raw_links import Memory, object_key, payload_of
 from tests.daemon.rig import DaemonProcess, http_get
 
 TOKENS = {"alice": "token-of-alice-1234", "bob": "token-of-bob-123456"}

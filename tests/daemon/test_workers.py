@@ -47,6 +47,32 @@ def test_work_runs_in_order_and_its_errors_come_back(workers: Workers) -> None:
         workers.submit(lambda: 1 // 0).future.result(WAIT_S)
 
 
+def test_without_a_thread_nothing_is_queued_and_the_next_job_tries_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [0]
+    start = threading.Thread.start
+
+    def start_if_one_is_left(thread: threading.Thread) -> None:
+        if not left[0]:
+            raise RuntimeError("can't start new thread")
+        left[0] -= 1
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_if_one_is_left)
+    workers = Workers("test", threads=2, queue_max=3)
+    with pytest.raises(QueueFull):
+        workers.submit(str)
+    assert workers.queued_count == 0
+    left[0] = 1
+    gate = Gate()
+    running = workers.submit(gate)
+    assert gate.entered.wait(WAIT_S)
+    left[0] = 1
+    assert workers.submit(str).future.result(WAIT_S) == ""
+    gate.opened.set()
+    assert running.future.result(WAIT_S) == "done"
+    assert workers.close(timeout_s=WAIT_S)
+
+
 def test_a_full_queue_refuses_and_a_withdrawn_job_makes_room(workers: Workers) -> None:
     gate = Gate()
     running = workers.submit(gate)

@@ -20,8 +20,9 @@ from hicache.backends.store import ObjectStore
 from hicache.errors import HiCacheError
 from hicache.outcome import Outcome
 from tests.backends.payloads import key, payload
-from tests.daemon.client import Client, Memory, object_key, payload_of
+from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
+from tests.daemon.raw_links import Memory, object_key, payload_of
 from tests.daemon.rig import DaemonProcess, scrape
 from tests.faults.full_disk import NEVER, FullDisk
 

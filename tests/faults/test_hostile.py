@@ -30,17 +30,8 @@ from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.bulk import BULK_REQUEST, BulkKind
 from hicache.wire.protocol import MEMORY_HELLO, pack_keys
-from tests.daemon.client import (
-    CALL_S,
-    Attachment,
-    Bulk,
-    BulkRefused,
-    Client,
-    Memory,
-    MemoryRefused,
-    object_key,
-    payload_of,
-)
+from tests.daemon.client import Client
+from tests.daemon.raw_links import CALL_S, Attachment, Bulk, BulkRefused, Memory, MemoryRefused, object_key, payload_of
 from tests.daemon.rig import http_get, wait_until
 from tests.faults.besieged import BOB, MALLORY, MIB, Besieged, victims
 
