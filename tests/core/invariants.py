@@ -124,12 +124,14 @@ def transients_are_empty(system: System, group: int, handle: int) -> None:
 
 
 def loads_take_the_longest_usable_prefix(system: System) -> None:
-    """A load takes all that was usable when it chose, unless L1 has no room or a copy has failed."""
+    """A load takes all that was usable when it chose, unless L1 has no room or a copy has failed. What nobody kept may
+    have gone to make room for its own live states."""
     for live in system.live:
         record = live.record
         if record.loaded_pages is not None:
             assert record.loaded_pages <= live.usable_at_load
-            if record.cut_reason in ("not_usable", "late") and not system.directory.stats.ranks_lost:
+            has_chosen_freely = record.cut_reason in ("not_usable", "late") and not live.is_cut_by_eviction
+            if has_chosen_freely and not system.directory.stats.ranks_lost:
                 assert record.loaded_pages == live.usable_at_load, "shorter than what was usable, for no reason"
 
 
@@ -298,11 +300,13 @@ def l3_has_no_holes(system: System) -> None:
     if not system.is_l3_whole or not full:
         return
     by_tokens = {tokens: key for key, tokens in system.truth.items()}
-    for key in {key for key, _, _ in system.executor.l3}:
+    groups = [group for group in range(len(system.spec.groups)) if full >> group & 1]
+    for key, rank in {(key, rank) for key, _, rank in system.executor.l3}:
+        homes = [(group, system.executor.home(rank, group)) for group in groups]
         tokens = system.truth[key]
         for end in range(PAGE, len(tokens) + 1, PAGE):
-            for group in range(len(system.spec.groups)):
-                assert not full >> group & 1 or system.executor.has_in_l3(by_tokens[tokens[:end]], group)
+            parts = ((by_tokens[tokens[:end]], group, home) for group, home in homes if home is not None)
+            assert all(part in system.executor.l3 for part in parts), "a page in L3 that nobody can reach"
 
 
 def everything_is_in_l3_if_said_so(system: System) -> None:

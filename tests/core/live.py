@@ -21,6 +21,7 @@ class Live:
     moved_to: int = 0  # tokens that the state in the live slots has seen; the loaded ones before any were computed
     found: Keep | None = None  # what keeps what match has found, until the first load chooses
     usable_at_load: int = 0  # pages, when the load last chose its prefix
+    is_cut_by_eviction: bool = False  # it may have taken the place of something usable, for its live states
     handover: Handover | None = None  # the last one
     losses_before: int = 0  # objects that L3 had lost when that began
     lookups_failed_before: int = 0

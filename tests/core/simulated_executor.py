@@ -92,24 +92,24 @@ class SimulatedExecutor:
     def put_l3(self, key: bytes, group: int, value: object) -> None:
         """Another engine has stored an object, on every rank."""
         for rank in range(len(self.ranks)):
-            if (home := self._home(rank, group)) is not None:
+            if (home := self.home(rank, group)) is not None:
                 self._put(key, group, home, value)
 
     def has_in_l3(self, key: bytes, group: int) -> bool:
         """Whether L3 has all of an object, of all ranks."""
-        homes = {self._home(rank, group) for rank in range(len(self.ranks))}
+        homes = {self.home(rank, group) for rank in range(len(self.ranks))}
         return all(home is None or (key, group, home) in self.l3 for home in homes)
 
     def had_in_l3(self, key: bytes, group: int) -> bool:
         """Whether L3 has ever had all of it."""
-        homes = {self._home(rank, group) for rank in range(len(self.ranks))}
+        homes = {self.home(rank, group) for rank in range(len(self.ranks))}
         return all(home is None or (key, group, home) in self.once_in_l3 for home in homes)
 
     def is_on(self, rank: int, group: int) -> bool:
         """Whether the stage of ``rank`` has layers of ``group``."""
         return group not in self.lacks[rank]
 
-    def _home(self, rank: int, group: int) -> int | None:
+    def home(self, rank: int, group: int) -> int | None:
         """The rank under whose name L3 has what ``rank`` reads of a group; None where it has no layer of that."""
         if not self.is_on(rank, group):
             return None
@@ -182,7 +182,7 @@ class SimulatedExecutor:
 
     def _do(self, task: Task, position: int, fault: Outcome | None) -> Outcome:
         rank, job = self.ranks[task.rank], task.job
-        home = self._home(task.rank, job.items[position].group)
+        home = self.home(task.rank, job.items[position].group)
         if home is None:
             return Outcome.OK
         if isinstance(job, LookupJob):
@@ -210,7 +210,7 @@ class SimulatedExecutor:
             case LookupJob():
                 return None
             case FetchJob():
-                home = self._home(rank, item.group)  # type: ignore[attr-defined]
+                home = self.home(rank, item.group)  # type: ignore[attr-defined]
                 return None if home is None else self.l3.get((item.block_key, item.group, home))  # type: ignore[attr-defined]
             case StoreJob():
                 return memory.l2[item.group].get(item.slot, GARBAGE)  # type: ignore[attr-defined]

@@ -73,7 +73,10 @@ class World(System):
         was_loaded = record.is_loaded
         if not record.is_loaded and not record.loading:
             live.usable_at_load = usable_pages(self, record.keys[: record.prompt_pages])
+            live.is_cut_by_eviction = False
+        evicted = sum(map(sum, self.directory.index.evicted))
         progress = self.directory.load(record, patient=patient)
+        live.is_cut_by_eviction |= not was_loaded and sum(map(sum, self.directory.index.evicted)) > evicted
         self.executor.collect()
         self.reached[f"load.{progress.value}{'.patient' if patient else ''}"] += 1
         if self.directory.stats.ranks_lost and not was_loaded:
@@ -138,7 +141,7 @@ class World(System):
             live.moved_to = target
         is_at = snapshot and self.spec.has_state and live.state_at(PAGE) == target
         donates = donate and is_at
-        taken = self.snapshots_taken()
+        taken, are_all_told = self.snapshots_taken(), not self.executor.waiting_for(CopyKind.SNAPSHOT)
         self.directory.store(
             record, computed=target, state_at=target if is_at else None, state_pending=0, donate=donates
         )
@@ -146,7 +149,7 @@ class World(System):
         self.executor.move_bytes(CopyKind.SNAPSHOT, fault)
         if not is_told_late:
             self.executor.run_kind(CopyKind.SNAPSHOT)
-        if self.snapshots_taken() > taken:
+        if are_all_told and self.snapshots_taken() > taken:
             the_path_has_no_more_snapshots_than_the_cap(self, record, target // PAGE)
         return True
 
