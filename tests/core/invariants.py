@@ -194,6 +194,15 @@ def the_path_has_no_more_snapshots_than_the_cap(system: System, record: RequestR
     assert len(there) <= cap or not idle
 
 
+def what_a_plan_has_brought_is_here(system: System) -> None:
+    """The plan of a settled prefetch is usable until its request takes it, unless it failed as often as it may: else
+    what was fetched, by itself or for another request, was evicted or given up."""
+    for live in system.live:
+        prefetch = live.record.prefetch
+        if prefetch is not None and prefetch.settled and not prefetch.concluded and prefetch.replans_left:
+            assert usable_pages(system, prefetch.keys) >= prefetch.target_pages
+
+
 # -- room ------------------------------------------------------------------------------------------------------------
 
 
@@ -380,6 +389,7 @@ ALWAYS = (
     no_page_is_here_without_its_ancestors,
     what_is_kept_cannot_be_evicted,
     what_was_found_stays,
+    what_a_plan_has_brought_is_here,
     accounts_are_conserved,
     what_l3_is_said_to_have_was_there,
     a_handover_says_what_is_there,

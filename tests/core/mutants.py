@@ -85,8 +85,8 @@ MUTANTS = (
     mutant(
         "a page is published before all of its groups have arrived",
         Prefetcher._publish_in_order,
-        "if (page, group) in prefetch.handles]",
-        "if (page, group) in prefetch.arrived]",
+        "if part in prefetch.handles]",
+        "if part in prefetch.arrived]",
     ),
     mutant(
         "a page is published though an object of it has failed",
@@ -95,18 +95,30 @@ MUTANTS = (
         "]",
     ),
     mutant(
-        "a fetch that failed is planned again",
-        Prefetcher._fetched,
-        "prefetch.remote[part[0]] &= ~(1 << part[1])",
-        "pass",
-    ),
-    mutant(
         "a plan that finds no room forgets slots",
         Prefetcher._acquire,
         "self._index.release(Tier.L2, taken_group, [handle])",
         "pass",
     ),
     mutant("a share of L2 is not given back", Prefetcher.conclude, "self._held[group] -= 1", "pass"),
+    mutant(
+        "a request is not told that what it waits for has come",
+        Prefetcher._share,
+        "other.awaited.discard(part)",
+        "pass",
+    ),
+    mutant(
+        "what was fetched for another may be evicted before it is used",
+        Prefetcher._share,
+        "other.keeps[-1].entries.append(self._index.pin(entry))",
+        "pass",
+    ),
+    mutant(
+        "what another request failed to fetch is taken for arrived",
+        Prefetcher._share,
+        "other.has_missed = True",
+        "pass",
+    ),
     mutant("what is late is not accounted for", Prefetcher.conclude, "self._drop(promised - used, reason)", "pass"),
     mutant(
         "what a copy reads is not pinned",
@@ -255,10 +267,16 @@ def hunt(mutant: Mutant, *, first_seed: int = 0, steps_max: int = STEPS_MAX) -> 
                     walk.step()
                 walk.world.wind_up()
             except Exception as error:  # whatever it is: it has been noticed
-                frames = traceback.extract_tb(error.__traceback__)
-                return Found(steps + walk.steps, f"{frames[-1].name}: {type(error).__name__}")
+                return Found(steps + walk.steps, _noticed_by(error))
             steps += walk.steps
     return None
+
+
+def _noticed_by(error: Exception) -> str:
+    """The check of the model that did not hold, or the function of the product that noticed itself."""
+    frames = traceback.extract_tb(error.__traceback__)
+    checks = [frame.name for frame in frames if frame.filename.endswith("invariants.py")]
+    return checks[0] if checks else f"{frames[-1].name} ({type(error).__name__})"
 
 
 def main() -> None:

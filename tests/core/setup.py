@@ -10,7 +10,8 @@ from hicache.policies.snapshot import SnapshotPolicy
 from hicache.spec import Group, PagedGroup, StateGroup
 from tests.core.world import MODELS, PAGE, POLICIES, World, shared
 
-SLOTS = (2, 3, 4, 6, 8, 12, 30)  # from what hardly does for one request to what is enough for all
+SLOTS = (2, 3, 4, 6, 12, 12, 30, 30)  # from what hardly does for one request to what is enough for all
+HYBRIDS = [groups for groups in MODELS if len({type(group) for group in groups}) > 1]  # drawn twice as often
 SHARES = (0.1, 0.2, 0.5, 1.0)
 
 
@@ -36,7 +37,7 @@ class Setup:
 
     @classmethod
     def draw(cls, rng: random.Random) -> Setup:
-        groups = rng.choice(MODELS)
+        groups = rng.choice([*MODELS, *HYBRIDS])
         ranks = rng.choice([1, 1, 2, 3])
         has_l2 = rng.random() < 0.85
         return cls(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from hicache.arena import ArenaLayout
@@ -80,6 +80,8 @@ class System:
         self.prefetcher, self.writer = self.directory._prefetcher, self.directory._writer  # their budgets are checked
         self.prefetcher._limits = replace(self.prefetcher._limits, job_items_max=self.job_items_max)
         self.writer._limits = replace(self.writer._limits, job_items_max=self.job_items_max)
+        self._send = self.writer._send
+        self.writer._send = self.check_sent  # type: ignore[method-assign]
         self.executor = SimulatedExecutor(self.spec, self.directory, ranks=self.config.ranks, lacks=self.lacks)
 
     def count_lost(self, entry: Entry) -> None:
@@ -88,6 +90,14 @@ class System:
         if is_last and is_unwritten(self, entry):
             self.lost[f"{entry.tier.name.lower()}.{self.spec.groups[entry.group].name}"] += PAGE
         self._evict(entry)
+
+    def check_sent(self, entries: Sequence[Entry]) -> None:
+        """Copies go to L3: as far as is known, their pages can be reached there."""
+        full = self.directory.index.rule.full_mask
+        for node in {entry.node for entry in entries}:
+            for page in filter(None, (node, node.parent)):
+                assert (page.in_l3 | page.storing) & full == full, "a page goes to L3 that nobody can reach there"
+        self._send(entries)
 
     def restart(self) -> None:
         """The engine dies and starts again: L3 keeps what has arrived, jobs under way have done nothing."""
@@ -159,9 +169,19 @@ class System:
     def release(self, live: Live) -> None:
         """At any moment of its life."""
         self.reached[f"release.{stage_of(live)}"] += 1
+        if (prefetch := live.record.prefetch) is not None:
+            self.reached["fetch.shared"] += len(prefetch.shared)
+            self.reached["fetch.shared.missed"] += prefetch.has_missed
+            others = self.keys_awaited()
+            self.reached["release.awaited"] += any(prefetch.keys[page] in others for page, _ in prefetch.handles)
         self.directory.release(live.record)
         self.live.remove(live)
         self.executor.collect()
+
+    def keys_awaited(self) -> set[bytes]:
+        """Pages that one request's prefetch is fetching for another one too."""
+        prefetches = (live.record.prefetch for live in self.live if live.record.prefetch is not None)
+        return {prefetch.keys[page] for prefetch in prefetches for page, _ in prefetch.awaited}
 
     def flush(self) -> None:
         """Send down what the write policy has left, and wait for it. Without faults everything is then in L3."""

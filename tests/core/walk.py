@@ -6,7 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Callable
 
-from hicache.jobs import Job
+from hicache.jobs import CopyKind, FetchJob, Job, LookupJob
 from hicache.outcome import Outcome
 from tests.core.live import Live
 from tests.core.setup import Setup
@@ -60,7 +60,8 @@ class Walk:
             reached["thinned"] += stats.snapshots_thinned
             for name, count in stats.objects.items():
                 leg, outcome = name.split(".")
-                reached[name if outcome in ("ok", "absent") else f"{leg}.fault"] += count
+                is_fault = outcome in {fault.name.lower() for fault in FAULTS[:-1]}  # not what a lost rank leaves
+                reached[f"{leg}.fault" if is_fault else name] += count
         return reached
 
     # -- what is drawn -----------------------------------------------------------------------------------------------
@@ -157,6 +158,25 @@ def restore_what_another_engine_stored(walk: Walk) -> None:
         walk.world.restore_stored([*walk.prompt(), 0])
 
 
+def two_requests_want_what_another_engine_stored(walk: Walk) -> None:
+    """The second one's plan meets the fetches of the first one, which may be aborted, or fail."""
+    world, rng = walk.world, walk.rng
+    if len(world.live) >= LIVE_MAX:
+        return
+    prompt = [*walk.tokens(4), *walk.prompt(), 0]
+    world.fill_l3(prompt)
+    twins = []
+    for _ in range(2):
+        twins.append(world.open(prompt[: rng.randrange(len(prompt) // 2, len(prompt) + 1)]))
+        world.prefetch(twins[-1])
+        world.executor.run_kind(LookupJob)
+    if rng.random() < 0.4:
+        world.release(twins[0])
+    if walk.is_faulty and rng.random() < 0.5:
+        world.note_fault(fault := walk.fault())
+        world.executor.run_kind(FetchJob, fault)
+
+
 def a_task_is_done(walk: Walk) -> None:
     walk.world.run(walk.rng.randrange(1000), walk.fault(share=0.3))
 
@@ -180,7 +200,22 @@ def restart(walk: Walk) -> None:
 
 
 def flush(walk: Walk) -> None:
+    """With requests alive, or as before a shutdown."""
+    if walk.rng.random() < 0.6:
+        for live in list(walk.world.live):
+            walk.world.release(live)
     walk.world.flush()
+
+
+def another_takes_the_place_of_one_that_is_aborted(walk: Walk) -> None:
+    """While copies for the first one are still under way."""
+    loading = [live for live in walk.world.live if live.record.loading]
+    if loading:
+        walk.world.release(walk.rng.choice(loading))
+        live = walk.world.open(walk.prompt())
+        walk.world.load(live)
+        walk.world.executor.run_kind(CopyKind.RESET)
+        walk.world.compute(live, pages=12, snapshot=True)
 
 
 MOVES: dict[Callable[[Walk], None], float] = {  # and how often, in the random walks
@@ -197,10 +232,12 @@ MOVES: dict[Callable[[Walk], None], float] = {  # and how often, in the random w
     serve: 1.5,
     another_engine_stores: 1,
     restore_what_another_engine_stored: 3,
+    two_requests_want_what_another_engine_stored: 4,
     all_tasks_are_done: 2,
     l3_forgets: 1,
     a_rank_dies: 0.5,
-    flush: 0.5,
+    flush: 1,
+    another_takes_the_place_of_one_that_is_aborted: 2,
     restart: 0.3,
 }
 
