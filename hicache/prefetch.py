@@ -248,7 +248,9 @@ class Prefetcher:
         return (prefetch.keys[part[0]], part[1]) in self._coming
 
     def _coming_mask(self, key: bytes) -> int:
-        return sum(1 << group for group in range(len(self._held)) if self._coming and (key, group) in self._coming)
+        if not self._coming:
+            return 0
+        return sum(1 << group for group in range(len(self._held)) if (key, group) in self._coming)
 
     def _await(self, prefetch: Prefetch, parts: Sequence[Part]) -> None:
         prefetch.awaited.update(parts)

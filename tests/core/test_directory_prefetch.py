@@ -381,7 +381,7 @@ def test_what_an_aborted_request_was_fetching_completes_for_the_one_that_waits()
     world.load_whole(second)
     assert loaded_pages(second) == 8
     assert world.directory.stats.objects["fetch.ok"] == 10  # 8 pages, the last snapshot and one earlier
-    assert world.directory.stats.prefetch_dropped == {"aborted": 8 * PAGE}
+    assert world.directory.stats.prefetch_dropped == {"late": 8 * PAGE}
     assert world.directory.stats.prefetch_used == 8 * PAGE
     world.wind_up()
 
