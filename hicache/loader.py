@@ -284,7 +284,7 @@ class Loader:
 
     def _account(self, record: RequestRecord, pages: int, copies: Sequence[_Copy]) -> None:
         """Each restored page counts for the farthest tier that something of it came from."""
-        fetched = set() if record.prefetch is None else record.prefetch.fetched
+        fetched = set() if record.prefetch is None else record.prefetch.fetched | record.prefetch.shared
         farther: dict[int, str] = {}
         for copy in copies:
             if copy.source.tier is Tier.L2:

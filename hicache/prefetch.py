@@ -52,6 +52,9 @@ class Prefetch:
     arrived: dict[Part, Outcome] = field(default_factory=dict)
     keeps: list[Keep] = field(default_factory=list)  # of each plan: what it uses that is here, and what has arrived
     fetched: set[Part] = field(default_factory=set)
+    awaited: set[Part] = field(default_factory=set)  # of the plan: what another request's prefetch is fetching
+    shared: set[Part] = field(default_factory=set)  # what has come in this way
+    has_missed: bool = False  # something awaited has not come
     fault: Outcome | None = None  # the first one
 
 
@@ -60,6 +63,9 @@ class Prefetcher:
 
     A page is published in L2 when every object of it that was asked for is settled and its full-attention objects are
     there; a page after one that failed is not published, since it could not be reached.
+
+    What one request is fetching is not fetched for another, which waits for it as for what it fetches itself. A plan
+    waits only for plans that were made before it, so they cannot wait for each other in a circle.
     """
 
     def __init__(self, index: Index, jobs: JobBook, limits: PrefetchLimits, stats: DirectoryStats) -> None:
@@ -68,6 +74,7 @@ class Prefetcher:
         self._limits = limits
         self._stats = stats
         self._held = [0] * len(index.pools[Tier.L2])  # L2 slots that prefetches hold, by group
+        self._coming: dict[tuple[bytes, int], list[Prefetch]] = {}  # (key, group) being fetched: who else waits for it
 
     def start(self, keys: Sequence[bytes]) -> Prefetch:
         """Begin for a prompt with these restorable pages. The result may be settled at once, with nothing to gain."""
@@ -184,8 +191,9 @@ class Prefetcher:
     def _fetch_longest(self, prefetch: Prefetch, stops: list[int], local: list[int]) -> int:
         """Fetch for the longest of ``stops`` that L2 has room for, and return it; 0, and settled, without one."""
         prefetch.next_page = 0
+        prefetch.has_missed = False
         prefetch.target_pages, missing = self._reserve(prefetch, stops, local)
-        prefetch.settled = not missing
+        prefetch.settled = not missing and not prefetch.awaited
         for batch in batches(missing, self._limits.job_items_max):
             self._fetch(prefetch, batch)
         return prefetch.target_pages
@@ -193,17 +201,21 @@ class Prefetcher:
     def _reserve(self, prefetch: Prefetch, stops: list[int], local: list[int]) -> tuple[int, list[Part]]:
         """Room in L2 for the longest of ``stops`` that has it: its length and the parts to fetch, or ``(0, [])``.
 
-        What the plan uses of this engine's own copies is kept, so that making room cannot break it.
+        What the plan uses of this engine's own copies is kept, so that making room cannot break it; what is coming for
+        another request takes no room, and is awaited.
         """
         budgets = [self._budget(group) for group in range(len(self._held))]
-        candidates = self._index.rule.fitting(stops, local, budgets)
+        expected = [mask | self._coming_mask(key) for mask, key in zip(local, prefetch.keys, strict=True)]
+        candidates = self._index.rule.fitting(stops, expected, budgets)
         while candidates:
             stop = candidates.pop()
             keep = self._index.keep(prefetch.keys, stop)
             needed = self._index.rule.needed(stop)
-            missing = [(page, g) for page, g in needed if not self._index.resident(prefetch.keys[page]) >> g & 1]
+            absent = [(page, g) for page, g in needed if not self._index.resident(prefetch.keys[page]) >> g & 1]
+            missing = [part for part in absent if not self._is_coming(prefetch, part)]
             if self._acquire(prefetch, missing):
                 prefetch.keeps.append(keep)
+                self._await(prefetch, [part for part in absent if self._is_coming(prefetch, part)])
                 missing += self._add_earlier_stop(prefetch, stops, stop, missing)
                 return stop, sorted(missing, key=self._is_full_attention)
             self._index.let_go(keep)
@@ -217,7 +229,7 @@ class Prefetcher:
         middle of what the plan brings, if it costs little beside that.
         """
         earlier = [other for other in stops if other < stop]
-        if not earlier:
+        if not earlier or not missing:
             return []
         middle = (missing[0][0] + stop) / 2
         nearest = min(earlier, key=lambda other: abs(other - middle))
@@ -225,11 +237,25 @@ class Prefetcher:
         parts = [
             (page, group)
             for page, group in self._index.rule.needed_partial(nearest)
-            if (page, group) not in planned and not self._index.resident(keys[page]) >> group & 1
+            if (page, group) not in planned
+            and not (self._index.resident(keys[page]) >> group & 1 or self._is_coming(prefetch, (page, group)))
         ]
         is_cheap = self._bytes(parts) <= EARLIER_STOP_BYTES_SHARE * self._bytes(missing)
         has_room = all(sum(g == group for _, g in parts) <= self._budget(group) for group in range(len(self._held)))
         return parts if is_cheap and has_room and self._acquire(prefetch, parts) else []
+
+    def _is_coming(self, prefetch: Prefetch, part: Part) -> bool:
+        return (prefetch.keys[part[0]], part[1]) in self._coming
+
+    def _coming_mask(self, key: bytes) -> int:
+        if not self._coming:
+            return 0
+        return sum(1 << group for group in range(len(self._held)) if (key, group) in self._coming)
+
+    def _await(self, prefetch: Prefetch, parts: Sequence[Part]) -> None:
+        prefetch.awaited.update(parts)
+        for page, group in parts:
+            self._coming[prefetch.keys[page], group].append(prefetch)
 
     def _bytes(self, parts: Sequence[Part]) -> int:
         return sum(self._stats.object_bytes[group] for _, group in parts)
@@ -262,6 +288,7 @@ class Prefetcher:
         items = tuple(
             TransferItem(group, prefetch.keys[page], slot_of(prefetch.handles[page, group])) for page, group in parts
         )
+        self._coming.update(((prefetch.keys[page], group), []) for page, group in parts)
         self._jobs.emit(
             lambda job_id: FetchJob(job_id, items), lambda outcomes: self._fetched(prefetch, parts, outcomes)
         )
@@ -273,24 +300,54 @@ class Prefetcher:
             if not outcome.is_ok:
                 prefetch.fault = prefetch.fault or outcome
                 prefetch.remote[part[0]] &= ~(1 << part[1])
-        self._publish_in_order(prefetch)
-        if len(prefetch.arrived) < len(prefetch.handles):
-            return
-        has_failed = not all(outcome.is_ok for outcome in prefetch.arrived.values())
-        if has_failed and prefetch.replans_left and not prefetch.concluded:
-            self._replan(prefetch)
-        else:
-            prefetch.settled = True
+        self._go_on(prefetch)
 
-    def _publish_in_order(self, prefetch: Prefetch) -> None:
+    def _go_on(self, first: Prefetch) -> None:
+        """Publish what has arrived, and settle or plan anew when that is all; then so with those that wait for it."""
+        going = [first]
+        while going:
+            prefetch = going.pop()
+            if prefetch.settled:
+                continue
+            going += self._publish_in_order(prefetch)
+            if len(prefetch.arrived) < len(prefetch.handles) or prefetch.awaited:
+                continue
+            has_failed = prefetch.has_missed or not all(outcome.is_ok for outcome in prefetch.arrived.values())
+            if has_failed and prefetch.replans_left and not prefetch.concluded:
+                self._replan(prefetch)
+            else:
+                prefetch.settled = True
+
+    def _publish_in_order(self, prefetch: Prefetch) -> list[Prefetch]:
+        """Returns those that have waited for something that was published, or will not be."""
+        told: list[Prefetch] = []
         while prefetch.next_page < prefetch.target_pages:
             page = prefetch.next_page
-            parts = [(page, group) for group in range(len(self._held)) if (page, group) in prefetch.handles]
-            if any(part not in prefetch.arrived for part in parts):
-                return
+            all_parts = [(page, group) for group in range(len(self._held))]
+            parts = [part for part in all_parts if part in prefetch.handles]
+            if any(part not in prefetch.arrived for part in parts) or not prefetch.awaited.isdisjoint(all_parts):
+                break
             if parts:
                 self._publish_page(prefetch, page, parts)
+                told += [waiting for part in parts for waiting in self._share(prefetch, part)]
             prefetch.next_page += 1
+        return told
+
+    def _share(self, prefetch: Prefetch, part: Part) -> list[Prefetch]:
+        """A part that was being fetched is here, or has failed: give it to those that wait for it."""
+        page, group = part
+        key = prefetch.keys[page]
+        node = self._index.nodes.get(key)
+        entry = None if node is None else node.nearest(group)
+        waiting = self._coming.pop((key, group))
+        for other in waiting:
+            other.awaited.discard(part)
+            if entry is None:
+                other.has_missed = True
+            elif not other.concluded:
+                other.shared.add(part)
+                other.keeps[-1].entries.append(self._index.pin(entry))
+        return waiting
 
     def _publish_page(self, prefetch: Prefetch, page: int, parts: Sequence[Part]) -> None:
         good = [part for part in parts if prefetch.arrived[part].is_ok]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hicache.directory import Directory
 from hicache.jobs import Completion, CopyItem, CopyJob, CopyKind, FetchJob, Job, LookupJob, StoreJob
 from hicache.outcome import Outcome
-from hicache.spec import CacheSpec
+from hicache.spec import CacheSpec, PagedGroup
 
 EMPTY = "empty state"
 CLEAR = "rubbish with empty transient fields"
@@ -40,26 +40,36 @@ class Rank:
     l2: Slots
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Task:
-    """One rank's part of a job, not done yet, and what its sources held when it was emitted."""
+    """One rank's part of a job that has not been answered, and what its sources held when it was emitted."""
 
     rank: int
     job: Job
     sources: tuple[object, ...]
+    outcomes: tuple[Outcome, ...] | None = None  # once the bytes have been moved
 
 
 class SimulatedExecutor:
     """Every rank has memory of its own; L3 is a dict from (key, group, rank) to value.
 
     A task may touch its sources and targets at any moment until it is done: targets hold garbage from the first moment
-    on, and sources must be unchanged at the last one.
+    on, and sources must be unchanged at the last one. A rank does nothing for the groups that its stage lacks, and that
+    goes well. Latents are the same on all ranks: the first one stores them, and all read what it has stored.
     """
 
-    def __init__(self, spec: CacheSpec, directory: Directory, *, ranks: int = 1) -> None:
+    def __init__(
+        self, spec: CacheSpec, directory: Directory, *, ranks: int = 1, lacks: tuple[frozenset[int], ...] = ()
+    ) -> None:
         self.directory = directory
         self.ranks = [Rank([{} for _ in spec.groups], [{} for _ in spec.groups]) for _ in range(ranks)]
+        self.lacks = lacks or (frozenset[int](),) * ranks  # by rank: groups that its stage has no layer of
+        self._latents = {
+            g for g, group in enumerate(spec.groups) if isinstance(group, PagedGroup) and group.planes == 1
+        }
         self.l3: dict[tuple[bytes, int, int], object] = {}
+        self.once_in_l3: set[tuple[bytes, int, int]] = set()
+        self.lookups_failed = 0
         self.left = list(range(ranks))  # ranks that are not lost
         self.waiting: list[Task] = []
         self.done: list[Task] = []
@@ -82,7 +92,32 @@ class SimulatedExecutor:
     def put_l3(self, key: bytes, group: int, value: object) -> None:
         """Another engine has stored an object, on every rank."""
         for rank in range(len(self.ranks)):
-            self.l3[key, group, rank] = value
+            if (home := self.home(rank, group)) is not None:
+                self._put(key, group, home, value)
+
+    def has_in_l3(self, key: bytes, group: int) -> bool:
+        """Whether L3 has all of an object, of all ranks."""
+        homes = {self.home(rank, group) for rank in range(len(self.ranks))}
+        return all(home is None or (key, group, home) in self.l3 for home in homes)
+
+    def had_in_l3(self, key: bytes, group: int) -> bool:
+        """Whether L3 has ever had all of it."""
+        homes = {self.home(rank, group) for rank in range(len(self.ranks))}
+        return all(home is None or (key, group, home) in self.once_in_l3 for home in homes)
+
+    def is_on(self, rank: int, group: int) -> bool:
+        """Whether the stage of ``rank`` has layers of ``group``."""
+        return group not in self.lacks[rank]
+
+    def home(self, rank: int, group: int) -> int | None:
+        """The rank under whose name L3 has what ``rank`` reads of a group; None where it has no layer of that."""
+        if not self.is_on(rank, group):
+            return None
+        return min(r for r in range(len(self.ranks)) if self.is_on(r, group)) if group in self._latents else rank
+
+    def _put(self, key: bytes, group: int, home: int, value: object) -> None:
+        self.l3.setdefault((key, group, home), value)
+        self.once_in_l3.add((key, group, home))
 
     def drop_l3(self, key: bytes, group: int) -> None:
         """L3 has evicted an object, on every rank."""
@@ -110,13 +145,25 @@ class SimulatedExecutor:
         ]
 
     def run(self, position: int = 0, fault: Fault = no_fault) -> Job:
-        """Do one of the waiting tasks and tell the directory."""
+        """Do one of the waiting tasks, unless that is done already, and tell the directory."""
         task = self.waiting.pop(position)
-        outcomes = tuple(self._do(task, item, fault(task.job, item)) for item in range(len(task.job.items)))
+        outcomes = self._outcomes(task, fault)
         self.done.append(task)
         self.directory.complete(Completion(task.job.job_id, outcomes), rank=task.rank)
         self.collect()
         return task.job
+
+    def move_bytes(self, kind: CopyKind, fault: Fault = no_fault) -> None:
+        """Do the waiting copies of one kind, but tell nobody yet: ``run`` does that."""
+        self.collect()
+        for position in self.waiting_for(kind):
+            self._outcomes(self.waiting[position], fault)
+
+    def _outcomes(self, task: Task, fault: Fault) -> tuple[Outcome, ...]:
+        if task.outcomes is None:
+            items = range(len(task.job.items))
+            task.outcomes = tuple(self._do(task, item, fault(task.job, item)) for item in items)
+        return task.outcomes
 
     def run_kind(self, kind: type[Job] | CopyKind, fault: Fault = no_fault) -> int:
         """Do the tasks of one kind, and those of it that follow. Returns how many there were."""
@@ -135,10 +182,13 @@ class SimulatedExecutor:
 
     def _do(self, task: Task, position: int, fault: Outcome | None) -> Outcome:
         rank, job = self.ranks[task.rank], task.job
+        home = self.home(task.rank, job.items[position].group)
+        if home is None:
+            return Outcome.OK
         if isinstance(job, LookupJob):
             item = job.items[position]
-            there = (item.block_key, item.group, task.rank) in self.l3
-            return fault or (Outcome.OK if there else Outcome.ABSENT)
+            self.lookups_failed += fault is not None
+            return fault or (Outcome.OK if (item.block_key, item.group, home) in self.l3 else Outcome.ABSENT)
         value = self._source(task.rank, job, job.items[position])
         if isinstance(job, FetchJob):
             fetched = job.items[position]
@@ -148,8 +198,8 @@ class SimulatedExecutor:
         assert value == task.sources[position], "a source was written to while it was being copied"
         if isinstance(job, StoreJob):
             stored = job.items[position]
-            if fault is None:
-                self.l3.setdefault((stored.block_key, stored.group, task.rank), value)
+            if home == task.rank and fault in (None, Outcome.DEADLINE):  # what came too late has come
+                self._put(stored.block_key, stored.group, home, value)
             return fault or Outcome.OK
         self._target(rank, job)[job.items[position].group][job.items[position].target] = GARBAGE if fault else value
         return fault or Outcome.OK
@@ -160,7 +210,8 @@ class SimulatedExecutor:
             case LookupJob():
                 return None
             case FetchJob():
-                return self.l3.get((item.block_key, item.group, rank))  # type: ignore[attr-defined]
+                home = self.home(rank, item.group)  # type: ignore[attr-defined]
+                return None if home is None else self.l3.get((item.block_key, item.group, home))  # type: ignore[attr-defined]
             case StoreJob():
                 return memory.l2[item.group].get(item.slot, GARBAGE)  # type: ignore[attr-defined]
             case CopyJob(kind=CopyKind.RESET):

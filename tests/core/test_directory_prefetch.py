@@ -6,10 +6,12 @@ import pytest
 
 from hicache.jobs import CopyJob, CopyKind, FetchJob, LookupJob
 from hicache.node import Tier
+from hicache.outcome import Outcome
 from hicache.slots import slot_of
 from hicache.spec import StateField, StateGroup
+from tests.core.simulated_executor import failing
 from tests.core.situations import HYBRID, evict_all, loaded_pages, prefetching, prompt, restore
-from tests.core.world import FULL, PAGE, WINDOW, World
+from tests.core.world import FULL, PAGE, WINDOW, Live, World
 
 
 def test_br_012_what_the_engine_holds_is_neither_fetched_nor_loaded_over() -> None:
@@ -337,6 +339,80 @@ def test_two_prefetches_of_one_prompt_end_in_one_copy() -> None:
         assert loaded_pages(live) == 8
     assert world.directory.stats.prefetch_used == 16 * PAGE
     assert [live.record.by_source["l3"] for live in twins] == [8 * PAGE, 0]
+    assert world.directory.stats.objects["fetch.ok"] == 8
+    world.wind_up()
+
+
+def twins_on(world: World, first: list[int], second: list[int]) -> list[Live]:
+    """Two requests whose plans are made, the second one's while the first one's fetches are under way."""
+    world.fill_l3(max(first, second, key=len))
+    twins = [world.open(first), world.open(second)]
+    for live in twins:
+        world.prefetch(live)
+        world.executor.run_kind(LookupJob)
+    return twins
+
+
+def test_what_is_being_fetched_for_one_request_is_awaited_by_another_and_only_the_rest_is_fetched() -> None:
+    world = World((FULL,), l1=20, l2=20, prefetch_l2_share=0.4, job_items_max=1)
+    first, second = twins_on(world, prompt(4), prompt(8))
+    assert sum(len(task.job.items) for task in world.executor.waiting) == 8
+    assert world.prefetcher._held == [8]  # each page once: both fit in the share only so
+    for _ in range(4):
+        world.executor.run(-1)  # the pages that only the second one wants
+    assert not world.directory.index.nodes
+    assert not world.directory.is_settled(second.record)
+    world.run_all()
+    for live, pages in ((second, 8), (first, 4)):
+        world.load_whole(live)
+        assert loaded_pages(live) == pages
+    assert world.directory.stats.prefetch_found == world.directory.stats.prefetch_used == 12 * PAGE
+    world.check()
+    world.wind_up()
+
+
+def test_what_an_aborted_request_was_fetching_completes_for_the_one_that_waits() -> None:
+    world = World(HYBRID, l1=20, l2=20, prefetch_l2_share=1.0, job_items_max=2)
+    first, second = twins_on(world, prompt(8), prompt(8))
+    world.executor.run(0)
+    world.release(first)
+    world.check()
+    world.run_all()
+    world.load_whole(second)
+    assert loaded_pages(second) == 8
+    assert world.directory.stats.objects["fetch.ok"] == 10  # 8 pages, the last snapshot and one earlier
+    assert world.directory.stats.prefetch_dropped == {"late": 8 * PAGE}
+    assert world.directory.stats.prefetch_used == 8 * PAGE
+    world.wind_up()
+
+
+def test_a_request_plans_anew_when_what_it_waits_for_fails() -> None:
+    world = World((FULL,), l1=20, l2=20, prefetch_l2_share=1.0)
+    first, second = twins_on(world, prompt(8), prompt(8))
+    world.executor.run(0, failing(Outcome.IO_ERROR, 5))
+    assert world.directory.is_settled(first.record)
+    assert not world.directory.is_settled(second.record)
+    world.run_all()
+    for live, pages in ((first, 5), (second, 8)):
+        world.load_whole(live)
+        assert loaded_pages(live) >= pages
+    world.check()
+    world.wind_up()
+
+
+def test_a_request_that_does_not_wait_any_longer_leaves_the_fetches_of_the_other_alone() -> None:
+    world = World((FULL,), l1=20, l2=20, prefetch_l2_share=1.0, job_items_max=1)
+    first, second = twins_on(world, prompt(8), prompt(8))
+    for _ in range(3):
+        world.executor.run(0)
+    world.load(second)
+    world.executor.run_kind(CopyKind.LOAD)
+    assert loaded_pages(second) == 3
+    assert world.directory.stats.prefetch_dropped == {"late": 5 * PAGE}
+    world.check()
+    world.run_all()
+    world.load_whole(first)
+    assert loaded_pages(first) == 8
     world.wind_up()
 
 

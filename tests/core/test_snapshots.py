@@ -10,6 +10,7 @@ from hicache.node import Tier
 from hicache.outcome import Outcome
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.slots import slot_of
+from tests.core.invariants import live_state_is_true
 from tests.core.simulated_executor import failing
 from tests.core.situations import HYBRID, evict_all, loaded_pages, prompt, slots_free
 from tests.core.world import CONV, FULL, PAGE, STATE, WINDOW, Live, World
@@ -173,7 +174,7 @@ def test_the_snapshot_that_is_read_in_place_is_not_evicted_before_the_state_has_
     handles = world.directory.index.acquire(Tier.L1, 1, 1)
     assert world.directory.index.acquire(Tier.L1, 1, 1) is None
     assert source.node.entries[Tier.L1][1] is source
-    world.check_state(live, 1, live.record.live[1])
+    live_state_is_true(world, live, 1, live.record.live[1])
     world.directory.index.release(Tier.L1, 1, handles or [])
     world.directory.state_moved(live.record)
     assert world.directory.index.room(Tier.L1, 1) == 2

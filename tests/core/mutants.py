@@ -1,0 +1,292 @@
+"""Faults put into the directory on purpose, one at a time, to see whether the walks find them.
+
+``python -m tests.core.mutants`` prints after how many steps each is found, and by which check.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import textwrap
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FunctionType
+
+from hicache.arena import Arena
+from hicache.directory import Directory
+from hicache.handover import Handover
+from hicache.index import Index
+from hicache.jobbook import JobBook, _Open
+from hicache.loader import Loader
+from hicache.prefetch import Prefetcher
+from hicache.prefix import PrefixRule
+from hicache.room import Room
+from hicache.snapshots import Snapshots
+from hicache.write_ahead import WriteAhead
+from hicache.writer import Writer
+from tests.core.walk import walk_of
+
+STEPS_PER_WALK = 300
+STEPS_MAX = 20_000
+
+
+@dataclass(frozen=True, slots=True)
+class Edit:
+    """In the source of ``function``, ``old``, which is there once, becomes ``new``."""
+
+    function: Callable[..., object]
+    old: str
+    new: str
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """What is wrong in it, and where."""
+
+    name: str
+    edits: tuple[Edit, ...]
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """While the context lasts, the functions do the wrong thing, whoever has got hold of them."""
+        functions = [_function_of(edit.function) for edit in self.edits]
+        codes = [function.__code__ for function in functions]
+        for edit, function in zip(self.edits, functions, strict=True):
+            function.__code__ = _edited(edit, function).__code__
+        try:
+            yield
+        finally:
+            for function, code in zip(functions, codes, strict=True):
+                function.__code__ = code
+
+
+def _function_of(described: Callable[..., object]) -> FunctionType:
+    function = inspect.unwrap(described)
+    assert isinstance(function, FunctionType)
+    return function
+
+
+def _edited(edit: Edit, function: FunctionType) -> FunctionType:
+    source = textwrap.dedent(inspect.getsource(function))
+    assert source.count(edit.old) == 1, f"{edit.old!r} is {source.count(edit.old)} times in {function.__qualname__}"
+    source = "from __future__ import annotations\n" + source.replace("@staticmethod\n", "").replace(edit.old, edit.new)
+    made: dict[str, FunctionType] = {}
+    exec(compile(source, f"<mutant of {function.__qualname__}>", "exec"), function.__globals__, made)
+    return made[function.__name__]
+
+
+def mutant(name: str, function: Callable[..., object], old: str, new: str, *more: Edit) -> Mutant:
+    return Mutant(name, (Edit(function, old, new), *more))
+
+
+MUTANTS = (
+    mutant(
+        "a page is published before all of its groups have arrived",
+        Prefetcher._publish_in_order,
+        "if part in prefetch.handles]",
+        "if part in prefetch.arrived]",
+    ),
+    mutant(
+        "a page is published though an object of it has failed",
+        Prefetcher._publish_page,
+        "if prefetch.arrived[part].is_ok]",
+        "]",
+    ),
+    mutant(
+        "a plan that finds no room forgets slots",
+        Prefetcher._acquire,
+        "self._index.release(Tier.L2, taken_group, [handle])",
+        "pass",
+    ),
+    mutant("a share of L2 is not given back", Prefetcher.conclude, "self._held[group] -= 1", "pass"),
+    mutant(
+        "a request is not told that what it waits for has come",
+        Prefetcher._share,
+        "other.awaited.discard(part)",
+        "pass",
+    ),
+    mutant(
+        "what was fetched for another may be evicted before it is used",
+        Prefetcher._share,
+        "other.keeps[-1].entries.append(self._index.pin(entry))",
+        "pass",
+    ),
+    mutant(
+        "what another request failed to fetch is taken for arrived",
+        Prefetcher._share,
+        "other.has_missed = True",
+        "pass",
+    ),
+    mutant("what is late is not accounted for", Prefetcher.conclude, "self._drop(promised - used, reason)", "pass"),
+    mutant(
+        "what a copy reads is not pinned",
+        Loader._emit,
+        "self._index.pin(copy.source)",
+        "pass",
+        Edit(Loader._copied, "self._index.unpin(copy.source)", "pass"),
+    ),
+    mutant(
+        "where a copy goes is not held",
+        Loader._emit,
+        "pools[copy.part[1]].hold(copy.target)",
+        "pass",
+        Edit(Loader._copied, "self._index.release(Tier.L1, copy.part[1], [copy.target])", "pass"),
+    ),
+    mutant("a load whose copies failed is taken for whole", Loader._copied, "elif load.failed:", "elif False:"),
+    mutant(
+        "a load takes less than is usable",
+        Loader.load,
+        "else self._index.match(keys)",
+        "else self._index.match(keys[:-1])",
+    ),
+    mutant("a match ignores the boundary of states", PrefixRule.longest, "page >= stop - reach", "page > stop - reach"),
+    mutant(
+        "a window is one page short",
+        PrefixRule.legal_stops,
+        "page + reach > illegal_up_to",
+        "page + reach > illegal_up_to + 1",
+    ),
+    mutant("a window is needed one page less far back", PrefixRule.first_needed, "pages - reach", "pages - reach + 1"),
+    mutant("a parent is evicted before its children", Room._evict_oldest, "if not node.children and not", "if not"),
+    mutant(
+        "a page is evicted that something is below of in use",
+        Room._is_idle,
+        "not self._is_kept(node) and all(known[child] for child in node.children)",
+        "not self._is_kept(node)",
+    ),
+    mutant("what is parked is never woken", Room.wake, "self.offer(entry)", "pass"),
+    mutant("what is held is offered for eviction", Room.offer, " or (entry.node.held and self._is_nearest(entry))", ""),
+    mutant(
+        "an evicted copy keeps its slot",
+        Index.retract,
+        "self.pools[entry.tier][entry.group].release(entry.handle)",
+        "pass",
+    ),
+    mutant(
+        "a failed copy keeps its slot in L2",
+        Writer._land,
+        "self._index.release(Tier.L2, source.group, [target])",
+        "pass",
+    ),
+    mutant("a failed copy is published in L2", Writer._land, "if complete and", "if"),
+    mutant("a failed store counts as stored", Writer._stored, "if outcome.is_ok:", "if True:"),
+    mutant(
+        "a page goes to L3 without its parent", Writer._is_reachable_in_l3, "return itself and (", "return True or ("
+    ),
+    mutant(
+        "what L3 has lost is believed to be there",
+        Writer._confirmed,
+        "self._index.gone_from_l3(node, 1 << group)",
+        "pass",
+    ),
+    mutant(
+        "write-back forgets a page that waits in L2",
+        Writer._copied,
+        "elif not self._is_write_back or copy.node in self._bound:",
+        "elif not self._is_write_back:",
+    ),
+    mutant(
+        "a flush forgets its last pages",
+        WriteAhead.flush,
+        "key=lambda node: -node.page)",
+        "key=lambda node: -node.page)[1:]",
+    ),
+    mutant("what is unwritten is not spared", Room._wait, "if self.is_unwritten(entry):", "if False:"),
+    mutant("lost tokens are not counted", Room._count_lost, "+= self._page_tokens", "+= 0"),
+    mutant(
+        "a snapshot is taken of another length",
+        Directory.store,
+        "keep_state(record, state_at // self.spec.page_tokens)",
+        "keep_state(record, max(1, state_at // self.spec.page_tokens - 1))",
+    ),
+    mutant(
+        "a state that went on is taken for the boundary's",
+        Directory._check_committed,
+        "if state_at < record.computed:",
+        "if False:",
+    ),
+    mutant(
+        "a snapshot with updates in its ring is taken", Directory._check_committed, "if state_pending:", "if False:"
+    ),
+    mutant(
+        "a snapshot that is read from is thinned out", Snapshots._is_in_use, "entry is not None and entry.pins", "False"
+    ),
+    mutant("a path keeps one snapshot more than its cap", Snapshots._thin, "cap=cap,", "cap=cap + 1,"),
+    mutant(
+        "a snapshot whose copy failed is published",
+        Snapshots._copied,
+        "if not all(outcome.is_ok for outcome in outcomes):",
+        "if False:",
+    ),
+    mutant("a failed snapshot keeps its slot", Snapshots._copied, "self._release(targets)\n", "pass\n"),
+    mutant(
+        "a spare slot with a full ring is used",
+        Snapshots._prepared,
+        " or not all(outcome.is_ok for outcome in outcomes)",
+        "",
+    ),
+    mutant("a donated state stays live", Snapshots.donate, "record.live.pop(group)", "record.live[group]"),
+    mutant("a lost rank's copy counts as done", JobBook.lose, "[entry.outcome_if_lost]", "[Outcome.OK]"),
+    mutant("an object is there when one rank has it", _Open.join, "max(pair)", "min(pair)"),
+    mutant(
+        "a unit is given to two groups",
+        Arena.take,
+        "while self.owners[unit := free.pop()] is not None:",
+        "unit = free.pop()\n    while False:",
+    ),
+    mutant(
+        "a hand-over counts what is on its way", Handover.result.fget, "node.in_l3 for", "node.in_l3 | node.storing for"
+    ),  # type: ignore[attr-defined]
+    mutant(
+        "pages that found no room keep slots of other groups",
+        Directory.extend,
+        "self.index.release(Tier.L1, other, others)",
+        "pass",
+    ),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """After how many steps, and by which check."""
+
+    steps: int
+    by: str
+
+
+def hunt(mutant: Mutant, *, first_seed: int = 0, steps_max: int = STEPS_MAX) -> Found | None:
+    """Walk until something does not hold; None when everything holds for ``steps_max`` steps."""
+    steps = 0
+    with mutant.applied():
+        for seed in range(first_seed, first_seed + steps_max // STEPS_PER_WALK):
+            walk = walk_of(seed)
+            try:
+                for _ in range(STEPS_PER_WALK):
+                    walk.step()
+                walk.world.wind_up()
+            except Exception as error:  # whatever it is: it has been noticed
+                return Found(steps + walk.steps, _noticed_by(error))
+            steps += walk.steps
+    return None
+
+
+def _noticed_by(error: Exception) -> str:
+    """The check of the model that did not hold, or the function of the product that noticed itself."""
+    frames = traceback.extract_tb(error.__traceback__)
+    checks = [frame.name for frame in frames if frame.filename.endswith("invariants.py")]
+    return checks[0] if checks else f"{frames[-1].name} ({type(error).__name__})"
+
+
+def main() -> None:
+    names = sys.argv[1:]
+    for mutant in MUTANTS:
+        if not names or any(name in mutant.name for name in names):
+            found = hunt(mutant)
+            told = "SURVIVES" if found is None else f"{found.steps:6} steps  {found.by}"
+            print(f"{mutant.name:62} {told}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
