@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hicache.errors import ConfigError, SpecError, UsageError
-from hicache.kernels.reference import Joined, Layered, PagedPool
+from hicache.kernels.legs import Joined, Layered, PagedPool
 from hicache.pools.dtypes import torch_dtype
 from hicache.slices import Span
 from hicache.spec import CacheSpec, PagedGroup, StateField, StateGroup
