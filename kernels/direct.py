@@ -25,7 +25,7 @@ Addresses: TypeAlias = npt.NDArray[np.int64]
 
 
 class Runs(NamedTuple):
-    """``sizes[i]`` bytes from the address ``sources[i]`` to ``targets[i]``, in the order of targets' slots."""
+    """``sizes[i]`` bytes from the address ``sources[i]`` to ``targets[i]``."""
 
     sources: Addresses
     targets: Addresses
@@ -56,27 +56,25 @@ def scatter_states(
 
 def gather_runs(leg: Leg, sources: Sequence[int], targets: Sequence[int]) -> Runs:
     """From layers to blocks. The slots have been checked, and no target is named twice."""
-    order = np.argsort(targets)
-    source_slots, target_slots = (np.asarray(slots, dtype=np.int64)[order] for slots in (sources, targets))
+    source_slots, target_slots = _by_target(sources, targets)
     run_bytes, layered, blocks = _addresses(leg, source_slots, target_slots)
-    return _merged(layered, blocks, run_bytes, slots=1 if _is_on_host(leg) else len(order))
+    return _merged(layered, blocks, run_bytes, within_slots=not _is_on_host(leg))
 
 
 def scatter_runs(leg: Leg, sources: Sequence[int], targets: Sequence[int]) -> Runs:
     """From blocks to layers, as ``gather_runs``."""
-    order = np.argsort(targets)
-    source_slots, target_slots = (np.asarray(slots, dtype=np.int64)[order] for slots in (sources, targets))
+    source_slots, target_slots = _by_target(sources, targets)
     run_bytes, layered, blocks = _addresses(leg, target_slots, source_slots)
-    return _merged(blocks, layered, run_bytes, slots=1 if _is_on_host(leg) else len(order))
+    return _merged(blocks, layered, run_bytes, within_slots=not _is_on_host(leg))
 
 
 def mean_run_bytes(legs: Sequence[Leg]) -> int:
     """How long the runs of one slot are before any is merged: its bytes in all legs, by its runs."""
     size_bytes = run_count = 0
     for leg in legs:
-        runs = _addresses(leg, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
-        size_bytes += runs[0] * len(runs[1])
-        run_count += len(runs[1])
+        run_bytes, runs, _ = _addresses(leg, np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64))
+        size_bytes += run_bytes * runs.size
+        run_count += runs.size
     return size_bytes // run_count
 
 
@@ -92,8 +90,13 @@ def _scatter(legs: Sequence[Leg], sources: Slots, targets: Slots) -> None:
         _mover(leg)(scatter_runs(leg, *slots))
 
 
+def _by_target(sources: Sequence[int], targets: Sequence[int]) -> tuple[Addresses, Addresses]:
+    order = np.argsort(targets)
+    return np.asarray(sources, dtype=np.int64)[order], np.asarray(targets, dtype=np.int64)[order]
+
+
 def _addresses(leg: Leg, layered_slots: Addresses, block_slots: Addresses) -> tuple[int, Addresses, Addresses]:
-    """Bytes of one run before any is merged, and where each begins: by slot, then layer, then place within it."""
+    """Bytes of one run before any is merged, and where each begins: [slots, layers, runs of one in the other]."""
     item_bytes = leg.blocks.element_size()
     layers, slot_strides, layer_strides = _layers(leg.layered)
     _, in_block, *block_strides = leg.blocks.stride()
@@ -102,8 +105,8 @@ def _addresses(leg: Leg, layered_slots: Addresses, block_slots: Addresses) -> tu
     blocks = block_slots[:, None] * leg.blocks.stride(0) + np.arange(len(layers)) * in_block
     return (
         run_items * item_bytes,
-        (layered[:, :, None] + offsets[:-1] * item_bytes).reshape(-1),
-        (leg.blocks.data_ptr() + (blocks[:, :, None] + offsets[-1]) * item_bytes).reshape(-1),
+        layered[:, :, None] + offsets[:-1] * item_bytes,
+        leg.blocks.data_ptr() + (blocks[:, :, None] + offsets[-1]) * item_bytes,
     )
 
 
@@ -133,15 +136,19 @@ def _inner_runs(shape: Sequence[int], strides: Sequence[tuple[int, ...]]) -> tup
     return run_items, offsets
 
 
-def _merged(sources: Addresses, targets: Addresses, run_bytes: int, *, slots: int) -> Runs:
-    """Runs of ``run_bytes``, those joined that follow each other on both sides, but for each of ``slots`` equal parts
-    by itself.
+def _merged(sources: Addresses, targets: Addresses, run_bytes: int, *, within_slots: bool) -> Runs:
+    """Runs of ``run_bytes``, slot by slot, those joined that follow each other on both sides. Where none do, layer by
+    layer, in which they are nearer to each other.
     """
-    begins = np.ones(len(sources), dtype=bool)
-    begins[1:] = (np.diff(sources) != run_bytes) | (np.diff(targets) != run_bytes)
-    begins.reshape(max(1, slots), -1)[:, :1] = True
+    begins = np.ones(sources.size, dtype=bool)
+    begins[1:] = (np.diff(sources.reshape(-1)) != run_bytes) | (np.diff(targets.reshape(-1)) != run_bytes)
+    if within_slots:
+        begins.reshape(sources.shape)[:, :1, :1] = True
+    if begins.all():
+        by_layer = sources.transpose(1, 0, 2).reshape(-1), targets.transpose(1, 0, 2).reshape(-1)
+        return Runs(*by_layer, np.full(sources.size, run_bytes))
     first = np.flatnonzero(begins)
-    return Runs(sources[first], targets[first], np.diff(first, append=len(sources)) * run_bytes)
+    return Runs(sources.flat[first], targets.flat[first], np.diff(first, append=sources.size) * run_bytes)
 
 
 def _is_on_host(leg: Leg) -> bool:

@@ -57,8 +57,8 @@ class HostMemory:
         available_max = int(limit.size_bytes * AVAILABLE_SHARE_MAX)
         if not 0 < size_bytes <= available_max:
             expected = (
-                f"1 to {available_max} bytes ({AVAILABLE_SHARE_MAX:.0%} of the {limit.size_bytes} that are available now, "
-                f"by {limit.limit}); lower it, or free memory, or raise that limit"
+                f"1 to {available_max} bytes ({AVAILABLE_SHARE_MAX:.0%} of the {limit.size_bytes} that are left, by "
+                f"{limit.limit}); lower it, or free memory, or raise that limit"
             )
             raise ConfigError(setting, size_bytes, expected)
         self.size_bytes = size_bytes

@@ -279,8 +279,8 @@ def test_seconds_are_those_of_the_work_by_the_given_clock(rank: Rank, clock: Cal
 
 def test_br_050_a_line_at_start_names_the_paths_taken(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        executor = rank.executor()
-    assert executor.description == "copies: reference on cpu; no L3"
-    (line,) = caplog.messages
+        executor = rank.executor(copies="direct")
+    assert executor.description == "copies: direct on cpu; no L3"
+    line = caplog.messages[-1]
     assert line == f"{rank.l2.description}; {executor.description}"
     assert "memfd of" in line

@@ -166,7 +166,7 @@ def test_br_094_more_than_is_available_is_refused_with_the_numbers() -> None:
 
 
 def test_br_094_more_than_this_machine_has_is_refused_before_anything_is_reserved() -> None:
-    with pytest.raises(ConfigError, match="available"):
+    with pytest.raises(ConfigError, match="are left, by "):
         L2Pool(paged_spec(), (1 << 40,))
 
 
