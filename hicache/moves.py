@@ -78,8 +78,8 @@ def fastest(backends: Sequence[Moves], *, run_bytes: int, by_layer: bool, device
     able = [moves for moves in backends if moves is backends[0] or sample.is_moved_by(moves)]
     best_s = {moves: min(times) for moves, times in zip(able, _in_turns(sample, able), strict=True)}
     chosen = min(able, key=best_s.__getitem__)
-    figures = ", ".join(f"{moves.name} {sample.size_bytes / best_s[moves] / 1e9:.1f} GB/s" for moves in able)
-    _LOG.debug("copies in runs of %d bytes on %s: %s", run_bytes, device, figures)
+    figures = ", ".join(f"{moves.name} {best_s[moves] * 1e3:.2f} ms" for moves in able)
+    _LOG.debug("%d bytes up and down in runs of %d on %s: %s", sample.size_bytes, run_bytes, device, figures)
     return chosen
 
 

@@ -17,6 +17,7 @@ import torch
 
 from hicache.errors import ConfigError, UsageError
 from hicache.pools.memory_limits import AvailableMemory, available_memory
+from hicache.pools.numa import prefer_node
 from hicache.pools.registration import HostRegistrar, Region, register_all, unregister_all
 
 _LOG = logging.getLogger(__name__)
@@ -47,11 +48,13 @@ class HostMemory:
         available: AvailableMemory | None = None,
         registrar: HostRegistrar | None = None,
         region_starts: Sequence[int] = (0,),
+        numa_node: int | None = None,
     ) -> None:
         """Reserve, touch and pin ``size_bytes``. Raises ConfigError in terms of ``setting``, and then holds nothing.
 
         ``available`` bounds the size; None asks the machine. Memory is pinned region by region, each from one of
         ``region_starts`` to the next, in order: a copy of a device may not go beyond one of them.
+        It comes from ``numa_node``, as far as that has room.
         """
         limit = available or available_memory()
         available_max = int(limit.size_bytes * AVAILABLE_SHARE_MAX)
@@ -65,7 +68,7 @@ class HostMemory:
         self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._release: weakref.finalize[..., HostMemory] = weakref.finalize(self, os.close, self._descriptor)
         try:
-            self._mapping: mmap.mmap | None = self._map(setting)
+            self._mapping: mmap.mmap | None = self._map(setting, numa_node)
             if registrar is not None:
                 self._register(registrar, region_starts, setting)
         except BaseException:
@@ -103,11 +106,13 @@ class HostMemory:
             raise UsageError("this memory has been closed")
         return self._mapping
 
-    def _map(self, setting: str) -> mmap.mmap:
+    def _map(self, setting: str, numa_node: int | None) -> mmap.mmap:
         os.ftruncate(self._descriptor, self.size_bytes)
         fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
         mapping = mmap.mmap(self._descriptor, self.size_bytes)
         self.description = f"memfd of {self.size_bytes} bytes, {_advise_huge_pages(mapping)}"
+        if numa_node is not None:
+            self.description += f", {prefer_node(mapping, numa_node)}"
         whole = torch.frombuffer(memoryview(mapping), dtype=torch.uint8)
         _touch(whole)
         taken_bytes = os.fstat(self._descriptor).st_blocks * 512

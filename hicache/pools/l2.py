@@ -12,6 +12,7 @@ from hicache.pools.dtypes import torch_dtype
 from hicache.pools.host_memory import HostMemory
 from hicache.pools.l1 import page_shape
 from hicache.pools.memory_limits import AvailableMemory
+from hicache.pools.numa import node_of
 from hicache.pools.registration import HostRegistrar, registrar_for
 from hicache.sizing import l2_size_bytes, l2_strides, slot_stride
 from hicache.spec import CacheSpec, PagedGroup
@@ -63,6 +64,7 @@ class L2Pool:
             available=available,
             registrar=registrar or registrar_for(torch.device(device)),
             region_starts=self._region_starts(),
+            numa_node=node_of(torch.device(device)),
         )
         self.size_bytes = self._memory.size_bytes
         self.description = f"L2: {self._memory.description}"

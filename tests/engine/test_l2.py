@@ -20,6 +20,7 @@ from hicache.errors import ConfigError, UsageError
 from hicache.pools import L2Pool, host_memory, l2, registration
 from hicache.pools.host_memory import HostMemory
 from hicache.pools.memory_limits import AvailableMemory, available_memory
+from hicache.pools.numa import node_of
 from hicache.pools.registration import CudaRegistrar, RegistrationFailed, registrar_for
 from hicache.sizing import l2_slot_counts
 from hicache.spec import CacheSpec, PagedGroup
@@ -294,6 +295,31 @@ def test_only_cuda_wants_memory_registered() -> None:
     assert isinstance(registrar_for(torch.device("cuda")), CudaRegistrar)
 
 
+def test_memory_can_be_asked_of_a_numa_node() -> None:
+    """Of one that there is, and of one that there is not, which then is no reason to fail."""
+    for node, outcome in ((0, "on NUMA node 0"), (1023, "on any NUMA node (node 1023 refused: ")):
+        memory = HostMemory("hicache-l2", MIB, setting="l2_bytes", numa_node=node)
+        assert outcome in memory.description
+        assert os.fstat(memory.fd).st_blocks * 512 == MIB
+        memory.close()
+
+
+class DeviceProperties:
+    pci_domain_id, pci_bus_id, pci_device_id = 0, 0x1B, 0
+
+
+def test_memory_comes_from_the_node_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: DeviceProperties)
+    device = torch.device("cuda", 0)
+    assert node_of(device, devices=tmp_path) is None
+    attached = tmp_path / "0000:1b:00.0"
+    attached.mkdir()
+    for text, node in (("1\n", 1), ("-1\n", None), ("", None)):
+        (attached / "numa_node").write_text(text)
+        assert node_of(device, devices=tmp_path) == node
+    assert node_of(torch.device("cpu"), devices=tmp_path) is None
+
+
 class CudartDouble:
     """Answers as the CUDA runtime does: 0, or an error."""
 
@@ -313,6 +339,7 @@ class CudartDouble:
 def test_cuda_registers_and_unregisters_the_whole_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     cudart = CudartDouble(status=0)
     monkeypatch.setattr(registration, "_cudart", lambda: cudart)
+    monkeypatch.setattr(l2, "node_of", lambda device: None)
     pool = L2Pool(paged_spec(), (16,), device="cuda")
     assert cudart.calls == [("register", pool.size_bytes)]
     assert pool.description.endswith("registered with CUDA")
@@ -323,6 +350,7 @@ def test_cuda_registers_and_unregisters_the_whole_pool(monkeypatch: pytest.Monke
 
 def test_br_094_what_cuda_answers_is_in_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "_cudart", lambda: CudartDouble(status=2))
+    monkeypatch.setattr(l2, "node_of", lambda device: None)
     with pytest.raises(
         ConfigError, match=r"CUDA can pin \(cudaHostRegister answered 2.*; RLIMIT_MEMLOCK is .*LimitMEMLOCK"
     ):
