@@ -28,7 +28,7 @@ class Joined(NamedTuple):
 
 
 class Leg(NamedTuple):
-    """One checked copy: layers beside their blocks, both as integers of one size."""
+    """One checked copy: layers beside their blocks, of one dtype."""
 
     layered: Layered
     blocks: torch.Tensor  # [n_blocks, layers, *inner]
@@ -114,6 +114,13 @@ def layer_bytes(leg: Leg) -> int:
     return math.prod(leg.blocks.shape[2:]) * leg.blocks.element_size()
 
 
+def in_widest_words(leg: Leg) -> Leg:
+    """The same memory as integers, the widest in which both sides can be seen."""
+    tensors = (*_tensors(leg.layered), leg.blocks)
+    word = _WORDS[max(size for size in _WORDS if all(_fits(tensor, size) for tensor in tensors))]
+    return Leg(_map_layers(leg.layered, lambda tensor: tensor.view(word)), leg.blocks.view(word))
+
+
 def as_words(layered: Layered) -> Layered:
     """The same memory as integers, as wide as the elements."""
     _check_alike(layered)
@@ -139,7 +146,7 @@ def _piece_bytes(piece: Layered) -> int:
 
 
 def _leg(layered: Layered, blocks: torch.Tensor) -> Leg:
-    """Check that layers and blocks fit together, and view both in the widest words that both can be viewed in."""
+    """Check that layers and blocks fit together."""
     if len(layered) == 0:
         raise ValueError("a pool needs at least one layer")
     expected = (len(layered), *layered[0].shape[1:])
@@ -149,9 +156,7 @@ def _leg(layered: Layered, blocks: torch.Tensor) -> Leg:
         if tensor.dtype != blocks.dtype:
             raise ValueError(f"layers are {tensor.dtype}, blocks {blocks.dtype}")
     _check_alike(layered)
-    word_bytes = max(size for size in _WORDS if all(_fits(tensor, size) for tensor in (*_tensors(layered), blocks)))
-    word = _WORDS[word_bytes]
-    return Leg(_map_layers(layered, lambda tensor: tensor.view(word)), blocks.view(word))
+    return Leg(layered, blocks)
 
 
 def _check_alike(layered: Layered) -> None:

@@ -30,6 +30,7 @@ from hicache.kernels.legs import (
     check_range,
     check_slots,
     checked_slots,
+    in_widest_words,
     layer_bytes,
     page_legs,
     slot_count,
@@ -114,14 +115,14 @@ def _run_gather(legs: Sequence[Leg], sources: Slots, targets: Slots) -> None:
     slots = checked_slots(legs, sources, targets, to_blocks=True)
     with torch.inference_mode():
         for leg in legs:
-            _gather(leg, *slots)
+            _gather(in_widest_words(leg), *slots)
 
 
 def _run_scatter(legs: Sequence[Leg], sources: Slots, targets: Slots) -> None:
     slots = checked_slots(legs, sources, targets, to_blocks=False)
     with torch.inference_mode():
         for leg in legs:
-            _scatter(leg, *slots)
+            _scatter(in_widest_words(leg), *slots)
 
 
 def _gather(leg: Leg, sources: list[int], targets: list[int]) -> None:
