@@ -19,7 +19,7 @@ from rich.table import Table
 
 from bench.limits import MemoryCopy
 from bench.machine import machine_facts, write_json
-from hicache.kernels.legs import PagedPool
+from hicache.kernels.legs import Layers, PagedPool
 from hicache.moves import DIRECT, REFERENCE, Moves
 from hicache.pools.dtypes import torch_dtype
 from hicache.pools.l1 import page_shape
@@ -80,7 +80,7 @@ class SecondTier:
         self.pages = memory.permute([order.index(axis) for axis in range(len(order))])
         self.extents = len(group.layers) if layout == "layer_first" else 1
         self._by_page = memory.transpose(0, 1) if layout == "layer_first" else memory
-        self._target = torch.ones(memory[0].numel() * SLOTS, dtype=memory.dtype)
+        self._target = torch.ones(memory.numel(), dtype=memory.dtype)
 
     def to_l3(self, sources: list[int], targets: list[int]) -> None:
         """Each page in its own order, as a store that keeps it in one piece."""
@@ -94,7 +94,10 @@ def cells(name: str, *, pages: int) -> Iterator[Cell]:
     group = MODELS[name]
     shape = (len(group.layers), SLOTS, *page_shape(group, PAGE_TOKENS))
     one_tensor = torch.ones(shape, dtype=torch_dtype(group.dtype))
-    pools: dict[str, PagedPool] = {"one tensor": one_tensor, "by layer": [layer.clone() for layer in one_tensor]}
+    pools: dict[str, PagedPool] = {
+        "one tensor": one_tensor,
+        "by layer": Layers([layer.clone() for layer in one_tensor]),
+    }
     for layout in _ORDERS:
         l2 = SecondTier(group, layout)
         row: dict[str, str | int] = {

@@ -13,23 +13,31 @@ import functools
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import repeat
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
-from hicache.kernels.legs import Joined, Layered, Leg, PagedPool, Slots, checked_slots, page_legs, state_legs
-
-Addresses: TypeAlias = npt.NDArray[np.int64]
+from hicache.kernels.legs import (
+    Integers,
+    Joined,
+    Layered,
+    Layers,
+    Leg,
+    PagedPool,
+    Slots,
+    checked_slots,
+    page_legs,
+    state_legs,
+)
 
 
 class Runs(NamedTuple):
     """``sizes[i]`` bytes from the address ``sources[i]`` to ``targets[i]``."""
 
-    sources: Addresses
-    targets: Addresses
-    sizes: Addresses
+    sources: Integers
+    targets: Integers
+    sizes: Integers
 
 
 def gather_pages(pool: PagedPool, pages: torch.Tensor, *, sources: Slots, targets: Slots) -> None:
@@ -90,12 +98,12 @@ def _scatter(legs: Sequence[Leg], sources: Slots, targets: Slots) -> None:
         _mover(leg)(scatter_runs(leg, *slots))
 
 
-def _by_target(sources: Sequence[int], targets: Sequence[int]) -> tuple[Addresses, Addresses]:
+def _by_target(sources: Sequence[int], targets: Sequence[int]) -> tuple[Integers, Integers]:
     order = np.argsort(targets)
     return np.asarray(sources, dtype=np.int64)[order], np.asarray(targets, dtype=np.int64)[order]
 
 
-def _addresses(leg: Leg, layered_slots: Addresses, block_slots: Addresses) -> tuple[int, Addresses, Addresses]:
+def _addresses(leg: Leg, layered_slots: Integers, block_slots: Integers) -> tuple[int, Integers, Integers]:
     """Bytes of one run before any is merged, and where each begins: [slots, layers, runs of one in the other]."""
     item_bytes = leg.blocks.element_size()
     layers, slot_strides, layer_strides = _layers(leg.layered)
@@ -110,20 +118,17 @@ def _addresses(leg: Leg, layered_slots: Addresses, block_slots: Addresses) -> tu
     )
 
 
-def _layers(layered: Layered) -> tuple[Addresses, Addresses, list[tuple[int, ...]]]:
+def _layers(layered: torch.Tensor | Layers) -> tuple[Integers, Integers, list[tuple[int, ...]]]:
     """Of each layer its address, slot stride and inner strides in items; one for all, where they are one tensor."""
     if isinstance(layered, torch.Tensor):
         step, slot_stride, *inner = layered.stride()
         layers = layered.data_ptr() + np.arange(len(layered)) * (step * layered.element_size())
         return layers, np.array([slot_stride]), [tuple(inner)]
-    strides = [layer.stride() for layer in layered]
-    if len(set(strides)) == 1:
-        strides = strides[:1]
-    addresses = np.array([layer.data_ptr() for layer in layered])
+    addresses, strides = layered.places
     return addresses, np.array([of[0] for of in strides]), [of[1:] for of in strides]
 
 
-def _inner_runs(shape: Sequence[int], strides: Sequence[tuple[int, ...]]) -> tuple[int, Addresses]:
+def _inner_runs(shape: Sequence[int], strides: Sequence[tuple[int, ...]]) -> tuple[int, Integers]:
     """Items of one run, which is contiguous under all ``strides``, and where runs begin, in items: [strides, runs]."""
     axis, run_items = len(shape), 1
     while axis and all(shape[axis - 1] == 1 or of[axis - 1] == run_items for of in strides):
@@ -136,7 +141,7 @@ def _inner_runs(shape: Sequence[int], strides: Sequence[tuple[int, ...]]) -> tup
     return run_items, offsets
 
 
-def _merged(sources: Addresses, targets: Addresses, run_bytes: int, *, within_slots: bool) -> Runs:
+def _merged(sources: Integers, targets: Integers, run_bytes: int, *, within_slots: bool) -> Runs:
     """Runs of ``run_bytes``, slot by slot, those joined that follow each other on both sides. Where none do, layer by
     layer, in which they are nearer to each other.
     """

@@ -8,15 +8,19 @@ Shapes, with ``inner`` the shape of one page (or state) in one layer:
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
 from operator import index
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 Slots: TypeAlias = Sequence[int] | torch.Tensor
 Layered: TypeAlias = torch.Tensor | Sequence[torch.Tensor]  # [layers, n_slots, *inner], or [n_slots, *inner] per layer
+Integers: TypeAlias = npt.NDArray[np.int64]
 PagedPool: TypeAlias = Layered | Sequence[Sequence[torch.Tensor]]  # or [n_slots, *inner] per layer and plane
 
 
@@ -27,10 +31,26 @@ class Joined(NamedTuple):
     axis: int  # of one state in one layer, counted from the end: -1 is the last
 
 
+class Layers(list[torch.Tensor]):
+    """A tensor for each layer, found alike once and for all: not to be changed. Copies of it need no further check."""
+
+    def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Raises ValueError for tensors that differ in shape, dtype or device."""
+        super().__init__(tensors)
+        _check_alike(list(self))
+
+    @functools.cached_property
+    def places(self) -> tuple[Integers, list[tuple[int, ...]]]:
+        """The address of each layer, and its strides in items: one for all where they are equal."""
+        strides = [layer.stride() for layer in self]
+        addresses = np.array([layer.data_ptr() for layer in self])
+        return addresses, strides[:1] if len(set(strides)) == 1 else strides
+
+
 class Leg(NamedTuple):
     """One checked copy: layers beside their blocks, of one dtype."""
 
-    layered: Layered
+    layered: torch.Tensor | Layers
     blocks: torch.Tensor  # [n_blocks, layers, *inner]
 
 
@@ -39,10 +59,10 @@ _WORDS = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.uint8}
 
 def page_legs(pool: PagedPool, pages: torch.Tensor) -> Iterator[Leg]:
     """The copies that make up one of pages: one, or one per plane where the planes are tensors of their own."""
-    layers = list(pool)
-    if isinstance(layers[0], torch.Tensor):
+    if isinstance(pool, torch.Tensor) or isinstance(pool[0], torch.Tensor):
         yield _leg(pool, pages)  # type: ignore[arg-type]  # a first layer that is a tensor makes it Layered
         return
+    layers: list[Sequence[torch.Tensor]] = list(pool)  # type: ignore[arg-type]  # as is its contrary
     plane_count = pages.shape[2] if pages.dim() > 2 else 0
     if any(len(planes) != plane_count for planes in layers):
         raise ValueError(f"every layer needs {plane_count} planes, as the pages of shape {tuple(pages.shape)} have")
@@ -152,10 +172,10 @@ def _leg(layered: Layered, blocks: torch.Tensor) -> Leg:
     expected = (len(layered), *layered[0].shape[1:])
     if tuple(blocks.shape[1:]) != expected:
         raise ValueError(f"blocks have shape {tuple(blocks.shape[1:])}, their layers {expected}")
-    for tensor in _tensors(layered):
-        if tensor.dtype != blocks.dtype:
-            raise ValueError(f"layers are {tensor.dtype}, blocks {blocks.dtype}")
-    _check_alike(layered)
+    if not isinstance(layered, torch.Tensor | Layers):
+        layered = Layers(layered)
+    if layered[0].dtype != blocks.dtype:
+        raise ValueError(f"layers are {layered[0].dtype}, blocks {blocks.dtype}")
     return Leg(layered, blocks)
 
 
@@ -183,5 +203,5 @@ def _tensors(layered: Layered) -> Sequence[torch.Tensor]:
     return [layered] if isinstance(layered, torch.Tensor) else layered
 
 
-def _map_layers(layered: Layered, view: Callable[[torch.Tensor], torch.Tensor]) -> Layered:
-    return view(layered) if isinstance(layered, torch.Tensor) else [view(tensor) for tensor in layered]
+def _map_layers(layered: Layered, view: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor | Layers:
+    return view(layered) if isinstance(layered, torch.Tensor) else Layers([view(tensor) for tensor in layered])

@@ -151,7 +151,7 @@ def _gather_on_host(leg: Leg, sources: list[int], targets: list[int]) -> None:
             blocks[target] = layered[:, source]
         return
     for chunk in _chunks(len(sources), item_bytes=layer_bytes(leg), bytes_max=_LAYER_STAGING_BYTES):
-        source_index, target_index = np.array(sources[chunk]), np.array(targets[chunk])
+        source_index, target_index = _index(sources[chunk]), _index(targets[chunk])
         for layer, tensor in enumerate(leg.layered):
             blocks[target_index, layer] = tensor.numpy()[source_index]
 
@@ -164,9 +164,13 @@ def _scatter_on_host(leg: Leg, sources: list[int], targets: list[int]) -> None:
             layered[:, target] = blocks[source]
         return
     for chunk in _chunks(len(sources), item_bytes=layer_bytes(leg), bytes_max=_LAYER_STAGING_BYTES):
-        source_index, target_index = np.array(sources[chunk]), np.array(targets[chunk])
+        source_index, target_index = _index(sources[chunk]), _index(targets[chunk])
         for layer, tensor in enumerate(leg.layered):
             tensor.numpy()[target_index] = blocks[source_index, layer]
+
+
+def _index(slots: list[int]) -> Any:  # what NumPy takes: an array makes it copy twice, through a temporary
+    return slots[0] if len(slots) == 1 else np.array(slots)
 
 
 def _gather_across(leg: Leg, sources: list[int], targets: list[int]) -> None:
