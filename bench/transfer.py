@@ -80,11 +80,11 @@ class SecondTier:
         self.pages = memory.permute([order.index(axis) for axis in range(len(order))])
         self.extents = len(group.layers) if layout == "layer_first" else 1
         self._by_page = memory.transpose(0, 1) if layout == "layer_first" else memory
-        self._target = torch.ones(memory.numel(), dtype=memory.dtype)
+        self.target = torch.ones(memory.numel(), dtype=memory.dtype)
 
     def to_l3(self, sources: list[int], targets: list[int]) -> None:
         """Each page in its own order, as a store that keeps it in one piece."""
-        pieces = self._target.view(SLOTS, *self._by_page.shape[1:])
+        pieces = self.target.view(SLOTS, *self._by_page.shape[1:])
         for source, target in zip(sources, targets, strict=True):
             pieces[target].view(torch.int16).numpy()[...] = self._by_page[source].view(torch.int16).numpy()
 
