@@ -43,6 +43,7 @@ COPIES_SETTINGS = ("auto", *(moves.name for moves in BACKENDS))
 
 _RUN_BYTES_MIN, _RUN_BYTES_MAX = 256, 1 << 20  # beyond, a run costs no less, or nothing beside its bytes
 _SAMPLE_BYTES = 4 << 20  # of one measured copy
+_SAMPLE_RUNS_MAX = 2048
 _SAMPLE_LAYERS = 8
 _LAYER_BYTES_MIN = 32 << 10  # of one page: shorter runs are several to a layer there, as slices of heads are
 _ROUNDS = 3
@@ -93,7 +94,8 @@ class _Sample:
 
     def __init__(self, run_bytes: int, *, by_layer: bool, device: torch.device) -> None:
         runs = max(1, _LAYER_BYTES_MIN // run_bytes)
-        page_count = max(1, min(64, _SAMPLE_BYTES // (runs * run_bytes * _SAMPLE_LAYERS)))
+        bytes_max, runs_max = _SAMPLE_BYTES // run_bytes, _SAMPLE_RUNS_MAX
+        page_count = max(1, min(bytes_max, runs_max) // (runs * _SAMPLE_LAYERS))
         wide = torch.empty((_SAMPLE_LAYERS, page_count, runs, 2 * run_bytes), dtype=torch.uint8, device=device)
         memory = wide[..., :run_bytes]
         self._pool = list(memory) if by_layer else memory
