@@ -18,7 +18,7 @@ from rich.table import Table
 
 from bench.limits import MemoryCopy
 from bench.machine import machine_facts, write_json
-from hicache.copies import ReferenceCopies
+from hicache.copies import PoolCopies
 from hicache.pools import L1Pool, L2Pool
 from hicache.spec import CacheSpec, Group, HeadSplit, PagedGroup, StateField, StateGroup
 
@@ -67,7 +67,7 @@ class Copied:
             fields = {index: {name: list(tensor) for name, tensor in of.items()} for index, of in states}
             l1 = L1Pool.adopt(spec, {**by_layer, **fields})
         self._l2 = L2Pool(spec, (slots,))
-        self._copies = ReferenceCopies(l1, self._l2)
+        self._copies = PoolCopies(l1, self._l2)
         self._sources, self._targets = list(range(slots)), list(reversed(range(slots)))
 
     def backup(self) -> float:

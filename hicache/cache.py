@@ -52,6 +52,7 @@ class HiCache:
         snapshot_policy: SnapshotPolicy | None = None,
         double_buffering: bool = False,
         ranks: Ranks | None = None,
+        copies: str = "auto",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Over pools of the engine's own, such as ``L1Pool.adopt``, which are those of rank 0.
@@ -72,7 +73,9 @@ class HiCache:
         self._jobs: deque[Job] = deque()
         self._pumping = False
         self._closed = False
-        self._executor = Executor(spec, l1, l2, l3, on_complete=lambda completion: self._on_complete(0, completion))
+        self._executor = Executor(
+            spec, l1, l2, l3, on_complete=lambda completion: self._on_complete(0, completion), copies=copies
+        )
         with ExitStack() as undo:
             undo.callback(self._executor.close)
             self._links = open_links(spec, ranks, l1=l1, l2=l2, has_l3=l3 is not None)
@@ -112,6 +115,7 @@ class HiCache:
         snapshot_policy: SnapshotPolicy | None = None,
         double_buffering: bool = False,
         ranks: Ranks | None = None,
+        copies: str = "auto",
     ) -> Self:
         """Build the pools and connect to L3. Never fails when L3 is away, nor waits for it, but as said below.
 
@@ -121,7 +125,7 @@ class HiCache:
         engine's own tenants may not share apart; ``token`` is what hicached knows the engine by. ``write_policy`` is
         ``write_through``, ``write_through_selective``, ``write_back``, or one of hicache.policies.write.
         ``double_buffering`` says that the engine reads states from ``Request.state_source``: they are not copied within
-        L1 then.
+        L1 then. ``copies`` is the back end between L1 and L2: ``reference``, ``direct``, or ``auto``, which measures.
 
         ``deployment`` names engines that must find each other's state, as a prefill and a decode engine must. While one
         of them is connected, hicached refuses one with another ``spec`` or ``salt``. This call waits for hicached's
@@ -158,6 +162,7 @@ class HiCache:
                 snapshot_policy=snapshot_policy,
                 double_buffering=double_buffering,
                 ranks=ranks,
+                copies=copies,
             )
         except BaseException:
             memory.close()

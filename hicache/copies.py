@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
+import torch
+
 from hicache.errors import UsageError
-from hicache.kernels.reference import (
-    clear_states,
-    copy_states,
-    gather_pages,
-    gather_states,
-    scatter_pages,
-    scatter_states,
-)
+from hicache.kernels.direct import mean_run_bytes
+from hicache.kernels.legs import page_legs, state_legs
+from hicache.kernels.reference import clear_states, copy_states
+from hicache.moves import REFERENCE, Moves, checked_copies, choose_moves
 from hicache.pools.l1 import L1Pool
 from hicache.pools.l2 import L2Pool
 from hicache.spec import PagedGroup, StateGroup
@@ -54,33 +52,50 @@ class Copies(Protocol):
         ...
 
 
-class ReferenceCopies:
-    """Copies in plain torch, on any device."""
+class PoolCopies:
+    """Copies between two pools, each group by a back end of its own (``hicache.moves``)."""
 
-    name = "reference"
-
-    def __init__(self, l1: L1Pool, l2: L2Pool | None) -> None:
+    def __init__(self, l1: L1Pool, l2: L2Pool | None, *, setting: str = "auto") -> None:
+        """``setting`` names the back end of all groups; ``auto``: whichever is fastest for the group. Raises
+        ConfigError.
+        """
         self._l1 = l1
         self._l2 = l2  # its views are made for each call: none keeps the memory alive after the pool was closed
         groups = [(index, group) for index, group in enumerate(l1.rank.groups) if group is not None]
         self._pages = {index: l1.page_parts(index) for index, group in groups if isinstance(group, PagedGroup)}
         self._states = {index: l1.state_parts(index) for index, group in groups if isinstance(group, StateGroup)}
+        checked_copies(setting)
+        self._moves = {} if l2 is None else {index: self._choose(setting, l2, index) for index, _ in groups}
+        self.name = ", ".join(sorted({moves.name for moves in self._moves.values()})) or REFERENCE.name
+
+    def _choose(self, setting: str, l2: L2Pool, group: int) -> Moves:
+        objects = l2.view(group)
+        if group in self._pages:
+            legs = list(page_legs(self._pages[group][0], objects))
+        else:
+            legs = list(state_legs(self._states[group][0], objects))
+        return choose_moves(
+            setting,
+            run_bytes=mean_run_bytes(legs),
+            by_layer=not isinstance(legs[0].layered, torch.Tensor),
+            device=self._l1.device,
+        )
 
     def backup(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See Copies."""
-        l2 = self._second_tier()
+        l2, moves = self._second_tier(), self._moves[group]
         for part, pool in enumerate(self._pages.get(group, ())):
-            gather_pages(pool, l2.view(group, part), sources=sources, targets=targets)
+            moves.gather_pages(pool, l2.view(group, part), sources=sources, targets=targets)
         for part, fields in enumerate(self._states.get(group, ())):
-            gather_states(fields, l2.view(group, part), sources=sources, targets=targets)
+            moves.gather_states(fields, l2.view(group, part), sources=sources, targets=targets)
 
     def load(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See Copies."""
-        l2 = self._second_tier()
+        l2, moves = self._second_tier(), self._moves[group]
         for part, pool in enumerate(self._pages.get(group, ())):
-            scatter_pages(l2.view(group, part), pool, sources=sources, targets=targets)
+            moves.scatter_pages(l2.view(group, part), pool, sources=sources, targets=targets)
         for part, fields in enumerate(self._states.get(group, ())):
-            scatter_states(l2.view(group, part), fields, sources=sources, targets=targets)
+            moves.scatter_states(l2.view(group, part), fields, sources=sources, targets=targets)
         if group in self._states:
             clear_states(self._l1.fields(group, transient=True), slots=targets)
 

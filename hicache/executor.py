@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from hicache.copies import Copies, ReferenceCopies
+from hicache.copies import Copies, PoolCopies
 from hicache.copy_order import CopyOrder, Wait, copy_order_for
 from hicache.errors import ConfigError
 from hicache.jobs import Completion, CopyItem, CopyJob, CopyKind, FetchJob, Job, LookupJob
@@ -72,19 +72,21 @@ class Executor:
         *,
         on_complete: Callable[[Completion], None],
         limits: ExecutorLimits | None = None,
-        copies: Copies | None = None,
+        copies: Copies | str = "auto",
         order: CopyOrder | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """The pools are those of one rank of ``spec``. ``on_complete`` is called from any thread, also from within
         ``submit`` and ``close``; it should not block.
 
+        ``copies``: a back end by its name (hicache.moves), or what to copy with.
+
         The executor closes ``l3`` when it is closed: what is in flight ends with it. The pools stay their owner's, who
         closes them later.
         """
         self._limits = limits or ExecutorLimits()
         self._rank = _common_rank(spec, l1, l2)
-        self._copies = copies or ReferenceCopies(l1, l2)
+        self._copies = PoolCopies(l1, l2, setting=copies) if isinstance(copies, str) else copies
         self._order = order or copy_order_for(l1.device)
         self._l3 = l3
         self._on_complete = on_complete

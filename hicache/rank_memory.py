@@ -8,7 +8,6 @@ from hicache.connect import open_l3
 from hicache.errors import ConfigError
 from hicache.l3 import L3
 from hicache.pools import L1Pool, L2Pool, l2_slot_counts, open_l1
-from hicache.pools.registration import registrar_for
 from hicache.spec import CacheSpec
 
 
@@ -68,7 +67,7 @@ class RankMemory:
         if not settings.l2_bytes:
             return cls(l1, None, None)
         counts = l2_slot_counts(spec, settings.l2_bytes, state_share=settings.l2_state_share)
-        l2 = L2Pool(spec, counts, rank=rank, registrar=registrar_for(l1.device))
+        l2 = L2Pool(spec, counts, rank=rank, device=l1.device)
         try:
             l3 = open_l3(
                 settings.l3,

@@ -8,19 +8,24 @@ import logging
 import mmap
 import os
 import weakref
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import torch
 
 from hicache.errors import ConfigError, UsageError
-from hicache.pools.registration import HostRegistrar, RegistrationFailed, register_whole
+from hicache.pools.memory_limits import AvailableMemory, available_memory
+from hicache.pools.numa import prefer_node
+from hicache.pools.registration import HostRegistrar, Region, register_all, unregister_all
 
 _LOG = logging.getLogger(__name__)
 
 SIZE_TOLERANCE = 0.02  # how much more than asked the kernel may take before start-up refuses
 AVAILABLE_SHARE_MAX = 0.95  # of the memory that is available: the rest keeps the kernel from killing somebody
 _TOUCH_CHUNK_BYTES = 64 * 1024 * 1024  # one step of first touch: some 20 ms, so that neighbours are not held up
+_TOUCH_REPORT_CHUNKS = 256  # a line in the log for each 16 GiB: some seconds
 _TOUCH_THREADS_MAX = 8
 _HUGE_PAGE_POOL_BYTES_MIN = 128 * 1024 * 1024  # a half-used huge page at the end stays within the tolerance
 _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
@@ -35,21 +40,37 @@ class HostMemory:
     """
 
     def __init__(
-        self, name: str, size_bytes: int, *, setting: str, available_bytes: int, registrar: HostRegistrar | None = None
+        self,
+        name: str,
+        size_bytes: int,
+        *,
+        setting: str,
+        available: AvailableMemory | None = None,
+        registrar: HostRegistrar | None = None,
+        region_starts: Sequence[int] = (0,),
+        numa_node: int | None = None,
     ) -> None:
-        """Reserve, touch and pin ``size_bytes``. Raises ConfigError in terms of ``setting``, and then holds nothing."""
-        available_max = int(available_bytes * AVAILABLE_SHARE_MAX)
+        """Reserve, touch and pin ``size_bytes``. Raises ConfigError in terms of ``setting``, and then holds nothing.
+
+        ``available`` bounds the size; None asks the machine. Memory is pinned region by region, each from one of
+        ``region_starts`` to the next, in order: a copy of a device may not go beyond one of them.
+        It comes from ``numa_node``, as far as that has room.
+        """
+        limit = available or available_memory()
+        available_max = int(limit.size_bytes * AVAILABLE_SHARE_MAX)
         if not 0 < size_bytes <= available_max:
             expected = (
-                f"1 to {available_max} bytes ({AVAILABLE_SHARE_MAX:.0%} of the {available_bytes} that are available to "
-                "this process now); lower it, or free memory, or raise the memory limit of the cgroup"
+                f"1 to {available_max} bytes ({AVAILABLE_SHARE_MAX:.0%} of the {limit.size_bytes} that are left, by "
+                f"{limit.limit}); lower it, or free memory, or raise that limit"
             )
             raise ConfigError(setting, size_bytes, expected)
         self.size_bytes = size_bytes
         self._descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         self._release: weakref.finalize[..., HostMemory] = weakref.finalize(self, os.close, self._descriptor)
         try:
-            self._mapping: mmap.mmap | None = self._map(setting, registrar)
+            self._mapping: mmap.mmap | None = self._map(setting, numa_node)
+            if registrar is not None:
+                self._register(registrar, region_starts, setting)
         except BaseException:
             self.close()
             raise
@@ -85,11 +106,13 @@ class HostMemory:
             raise UsageError("this memory has been closed")
         return self._mapping
 
-    def _map(self, setting: str, registrar: HostRegistrar | None) -> mmap.mmap:
+    def _map(self, setting: str, numa_node: int | None) -> mmap.mmap:
         os.ftruncate(self._descriptor, self.size_bytes)
         fcntl.fcntl(self._descriptor, fcntl.F_ADD_SEALS, _SEALS)
         mapping = mmap.mmap(self._descriptor, self.size_bytes)
         self.description = f"memfd of {self.size_bytes} bytes, {_advise_huge_pages(mapping)}"
+        if numa_node is not None:
+            self.description += f", {prefer_node(mapping, numa_node)}"
         whole = torch.frombuffer(memoryview(mapping), dtype=torch.uint8)
         _touch(whole)
         taken_bytes = os.fstat(self._descriptor).st_blocks * 512
@@ -97,28 +120,29 @@ class HostMemory:
             raise ConfigError(
                 setting, self.size_bytes, f"a size that the kernel keeps to: it takes {taken_bytes} bytes"
             )
-        if registrar is not None:
-            self._register(registrar, whole.data_ptr(), setting)
-            self.description += f", registered with {registrar.name}"
         return mapping
 
-    def _register(self, registrar: HostRegistrar, address: int, setting: str) -> None:
-        register_whole(registrar, address=address, size_bytes=self.size_bytes, setting=setting)
+    def _register(self, registrar: HostRegistrar, starts: Sequence[int], setting: str) -> None:
+        base = self.tensor().data_ptr()
+        regions = [Region(base + start, end - start) for start, end in pairwise((*starts, self.size_bytes))]
+        register_all(registrar, regions, setting=setting)
         self._release.detach()
-        self._release = weakref.finalize(self, _unregister_and_close, registrar, address, self._descriptor, os.getpid())
+        self._release = weakref.finalize(self, _unregister_and_close, registrar, regions, self._descriptor, os.getpid())
+        self.description += f", registered with {registrar.name}"
 
 
-def _unregister_and_close(registrar: HostRegistrar, address: int, descriptor: int, owner_pid: int) -> None:
+def _unregister_and_close(registrar: HostRegistrar, regions: Sequence[Region], descriptor: int, owner_pid: int) -> None:
     if os.getpid() == owner_pid:  # a forked child has the descriptor, but not the registration
-        try:
-            registrar.unregister(address)
-        except RegistrationFailed as error:
-            _LOG.warning("L2 stays pinned until the process ends: %s", error)
+        for error in unregister_all(registrar, regions):
+            _LOG.warning("a part of L2 stays pinned until the process ends: %s", error)
     os.close(descriptor)
 
 
 def _touch(whole: torch.Tensor) -> None:
-    """Make the kernel provide every page now, in parallel, not in the middle of a request."""
+    """Make the kernel provide every page now, in parallel, not in the middle of a request.
+
+    One chunk is a call that holds neither the interpreter nor the memory map of the process for long.
+    """
 
     def touch_chunk(start: int) -> None:
         whole[start : start + _TOUCH_CHUNK_BYTES : mmap.PAGESIZE].zero_()
@@ -128,8 +152,9 @@ def _touch(whole: torch.Tensor) -> None:
         touch_chunk(0)
         return
     with ThreadPoolExecutor(min(_TOUCH_THREADS_MAX, os.cpu_count() or 1), "hicache-touch") as threads:
-        for _ in threads.map(touch_chunk, starts):
-            pass
+        for done, _ in enumerate(threads.map(touch_chunk, starts), 1):
+            if done % _TOUCH_REPORT_CHUNKS == 0:
+                _LOG.info("L2: %d of %d MiB touched", done * _TOUCH_CHUNK_BYTES >> 20, len(whole) >> 20)
 
 
 def _advise_huge_pages(mapping: mmap.mmap) -> str:
@@ -144,37 +169,3 @@ def _advise_huge_pages(mapping: mmap.mmap) -> str:
     except OSError as error:
         return f"pages of {mmap.PAGESIZE} bytes (huge pages refused: {error.strerror})"
     return f"huge pages (shmem_enabled={choice})"
-
-
-def available_memory_bytes(proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> int:
-    """Bytes that this process can still get: of the machine, and of each cgroup (version 2) that it is in."""
-    available: list[int | None] = [_meminfo_bytes(proc / "meminfo", "MemAvailable")]
-    with contextlib.suppress(OSError):
-        for line in (proc / "self/cgroup").read_text().splitlines():
-            if line.startswith("0::"):
-                group = cgroups / line[3:].lstrip("/")
-                available += [_cgroup_bytes(path) for path in (group, *group.parents) if path.is_relative_to(cgroups)]
-    return max(0, min(size for size in available if size is not None))
-
-
-def _meminfo_bytes(path: Path, field: str) -> int:
-    for line in path.read_text().splitlines():
-        name, _, value = line.partition(":")
-        if name == field:
-            return int(value.split()[0]) * 1024
-    raise ConfigError(str(path), field, f"a line {field}, which this kernel does not give")
-
-
-def _cgroup_bytes(group: Path) -> int | None:
-    """What the limit of one cgroup leaves, counting page cache that the kernel would drop; None without a limit."""
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        if limit == "max":
-            return None
-        used = int((group / "memory.current").read_text())
-        droppable = [
-            line for line in (group / "memory.stat").read_text().splitlines() if line.startswith("inactive_file ")
-        ]
-        return int(limit) - used + sum(int(line.split()[1]) for line in droppable)
-    except (OSError, ValueError):
-        return None

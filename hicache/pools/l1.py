@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hicache.errors import ConfigError, SpecError, UsageError
-from hicache.kernels.reference import Joined, Layered, PagedPool
+from hicache.kernels.legs import Joined, Layered, Layers, PagedPool
 from hicache.pools.dtypes import torch_dtype
 from hicache.slices import Span
 from hicache.spec import CacheSpec, PagedGroup, StateField, StateGroup
@@ -165,7 +165,7 @@ def _narrowed(layered: Layered, axis: int, span: Span) -> Layered:
     first, stop = span
     if isinstance(layered, torch.Tensor):
         return layered.narrow(axis, first, stop - first)
-    return [tensor.narrow(axis, first, stop - first) for tensor in layered]
+    return Layers([tensor.narrow(axis, first, stop - first) for tensor in layered])
 
 
 def checked_device(device: str | torch.device) -> torch.device:
@@ -195,7 +195,7 @@ def _checked_pages(group: PagedGroup, pool: PagedPool, *, page_tokens: int) -> P
     _check_layer_count(group.name, len(layers), len(group.layers))
     if isinstance(layers[0], torch.Tensor):
         _check_tensors(group.name, layers, inner=shape, dtype=group.dtype)
-        return pool
+        return pool if isinstance(pool, torch.Tensor) else Layers(layers)
     if any(isinstance(planes, torch.Tensor) or len(planes) != group.planes for planes in layers):
         raise SpecError(f"adopted {group.name}", "layers", f"{group.planes} planes in every layer")
     _check_tensors(group.name, [plane for planes in layers for plane in planes], inner=shape[1:], dtype=group.dtype)

@@ -9,11 +9,15 @@ import torch
 
 from hicache.errors import ConfigError
 from hicache.pools.dtypes import torch_dtype
-from hicache.pools.host_memory import HostMemory, available_memory_bytes
+from hicache.pools.host_memory import HostMemory
 from hicache.pools.l1 import page_shape
+from hicache.pools.memory_limits import AvailableMemory
+from hicache.pools.numa import node_of
 from hicache.pools.registration import HostRegistrar, registrar_for
 from hicache.sizing import l2_size_bytes, l2_strides, slot_stride
 from hicache.spec import CacheSpec, PagedGroup
+
+REGION_BYTES = 1 << 30  # pinned in one call: a fraction of a second, for which a driver may keep others waiting
 
 
 class L2Pool:
@@ -36,14 +40,14 @@ class L2Pool:
         rank: int | None = None,
         device: str | torch.device = "cpu",
         registrar: HostRegistrar | None = None,
-        available_bytes: int | None = None,
+        available: AvailableMemory | None = None,
     ) -> None:
         """Reserve exactly the memory of the slots, zeroed, touched, and pinned if ``device`` (of L1) wants it.
 
         ``slot_counts`` are those of the replica, at least 1 for every group. ``rank`` may be left out where there is
         only one.
-        ``registrar`` pins in the place of what ``device`` would choose. ``available_bytes`` bounds the size; None asks
-        the machine. Raises ConfigError or SpecError, and then holds nothing.
+        ``registrar`` pins in the place of what ``device`` would choose. ``available`` bounds the size; None asks the
+        machine. Raises ConfigError or SpecError, and then holds nothing.
         """
         if len(slot_counts) != len(spec.groups) or min(slot_counts) < 1:
             raise ConfigError("l2 slot counts", tuple(slot_counts), f"at least 1 for each of {len(spec.groups)} groups")
@@ -57,8 +61,10 @@ class L2Pool:
             "hicache-l2",
             l2_size_bytes(self.rank, slot_counts),
             setting="l2_bytes",
-            available_bytes=available_memory_bytes() if available_bytes is None else available_bytes,
+            available=available,
             registrar=registrar or registrar_for(torch.device(device)),
+            region_starts=self._region_starts(),
+            numa_node=node_of(torch.device(device)),
         )
         self.size_bytes = self._memory.size_bytes
         self.description = f"L2: {self._memory.description}"
@@ -101,6 +107,14 @@ class L2Pool:
         planes, page_tokens, heads, head_dim = page_shape(described, self.spec.page_tokens)
         shape = (len(described.layers), planes, page_tokens, heads // len(shards), head_dim)
         return objects.view(torch_dtype(described.dtype)).view(count, *shape)
+
+    def _region_starts(self) -> list[int]:
+        """Where regions that are pinned by themselves begin: at a slot, so that no copy of a slot is in two."""
+        return [
+            start + first * stride
+            for start, count, stride in zip(self._starts, self.slot_counts, self.strides, strict=True)
+            for first in range(0, count, max(1, REGION_BYTES // max(1, stride)))
+        ]
 
     def close(self) -> None:
         """Unpin and let go of the memory, which is unmapped with the last view of it. Idempotent.

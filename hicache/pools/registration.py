@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import resource
-from typing import Any, Protocol
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -14,6 +15,13 @@ _CUDA_HOST_REGISTER_PORTABLE = 1  # pinned for all contexts of the process
 
 class RegistrationFailed(Exception):
     """A registrar could not pin a region. The text says what it answered."""
+
+
+class Region(NamedTuple):
+    """Memory that is pinned in one call."""
+
+    address: int
+    size_bytes: int
 
 
 class HostRegistrar(Protocol):
@@ -60,18 +68,40 @@ def registrar_for(device: torch.device) -> HostRegistrar | None:
     return CudaRegistrar() if device.type == "cuda" else None
 
 
-def register_whole(registrar: HostRegistrar, *, address: int, size_bytes: int, setting: str) -> None:
-    """Pin ``size_bytes`` or nothing. Raises ConfigError that tells ``setting``, the limit and what lifts it."""
+def register_all(registrar: HostRegistrar, regions: Sequence[Region], *, setting: str) -> None:
+    """Pin all regions or none. Raises ConfigError that tells ``setting``, the limit and what lifts it.
+
+    Region by region, since a driver may hold locks of the whole machine while it pins one.
+    """
+    size_bytes = sum(region.size_bytes for region in regions)
     limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     limited = limit_bytes != resource.RLIM_INFINITY
     if registrar.counts_against_memlock and limited and limit_bytes < size_bytes:
         raise ConfigError(setting, size_bytes, f"at most RLIMIT_MEMLOCK ({limit_bytes} bytes) to pin; {_REMEDY}")
-    try:
-        registrar.register(address, size_bytes)
-    except RegistrationFailed as error:
-        now = f"{limit_bytes} bytes" if limited else "unlimited"
-        expected = f"memory that {registrar.name} can pin ({error}; RLIMIT_MEMLOCK is {now}); {_REMEDY}"
-        raise ConfigError(setting, size_bytes, expected) from error
+    for done, region in enumerate(regions):
+        try:
+            registrar.register(*region)
+        except RegistrationFailed as error:
+            left = [str(undone) for undone in unregister_all(registrar, regions[:done])]
+            answer = "; ".join((str(error), *left))
+            pinned_bytes = sum(before.size_bytes for before in regions[:done])
+            now = f"{limit_bytes} bytes" if limited else "unlimited"
+            expected = (
+                f"memory that {registrar.name} can pin ({answer}, after {pinned_bytes} bytes, for a region of "
+                f"{region.size_bytes}; RLIMIT_MEMLOCK is {now}); {_REMEDY}"
+            )
+            raise ConfigError(setting, size_bytes, expected) from error
+
+
+def unregister_all(registrar: HostRegistrar, regions: Sequence[Region]) -> list[RegistrationFailed]:
+    """Undo ``register_all``, as far as the registrar lets. Returns what it answered to those that stay pinned."""
+    failures = []
+    for region in regions:
+        try:
+            registrar.unregister(region.address)
+        except RegistrationFailed as error:
+            failures.append(error)
+    return failures
 
 
 _REMEDY = "raise it (ulimit -l, LimitMEMLOCK= in systemd, --ulimit memlock in containers) or lower the setting"

@@ -36,7 +36,15 @@ class RankWorker:
     """
 
     def __init__(
-        self, spec: CacheSpec, *, rank: int, leader: Ranks, l1: L1Pool, l2: L2Pool | None, l3: L3 | None
+        self,
+        spec: CacheSpec,
+        *,
+        rank: int,
+        leader: Ranks,
+        l1: L1Pool,
+        l2: L2Pool | None,
+        l3: L3 | None,
+        copies: str = "auto",
     ) -> None:
         """Over pools of the engine's own, such as ``L1Pool.adopt``. Connects to the leader, and waits for its word.
 
@@ -52,7 +60,7 @@ class RankWorker:
         self.l3 = l3
         self._copy_timeout_s = leader.copy_timeout_s
         self._order = StepOrder(self._run)
-        self._executor = Executor(spec, l1, l2, l3, on_complete=self._on_complete)
+        self._executor = Executor(spec, l1, l2, l3, on_complete=self._on_complete, copies=copies)
         hello = hello_of(spec, rank=rank, token=leader.token, l1=l1, l2=l2, has_l3=l3 is not None)
         try:
             link, welcome = introduce(leader, hello)
@@ -87,6 +95,7 @@ class RankWorker:
         deployment: str = "",
         salt: bytes | None = None,
         device: str = "cpu",
+        copies: str = "auto",
     ) -> Self:
         """Build the pools, connect to L3 and to the leader. Settings as in ``HiCache.open`` on the leader."""
         settings = MemorySettings(
@@ -103,7 +112,7 @@ class RankWorker:
         )
         memory = RankMemory.open(spec, settings, rank=rank)
         try:
-            return cls(spec, rank=rank, leader=leader, l1=memory.l1, l2=memory.l2, l3=memory.l3)
+            return cls(spec, rank=rank, leader=leader, l1=memory.l1, l2=memory.l2, l3=memory.l3, copies=copies)
         except BaseException:
             memory.close()
             raise

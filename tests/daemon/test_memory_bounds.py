@@ -58,7 +58,7 @@ class TestMemory:
     def test_an_l2_pool_has_its_pages(self, client: Client) -> None:
         host_memory = pytest.importorskip("hicache.pools.host_memory")
         # Above the size from which huge pages are asked for, and ragged.
-        memory = host_memory.HostMemory("l2", 129 * MIB + 4096, setting="l2_bytes", available_bytes=2**40)
+        memory = host_memory.HostMemory("l2", 129 * MIB + 4096, setting="l2_bytes")
         try:
             Attachment(client.welcome.memory_socket, client.secret, [memory.fd], memory.size_bytes).close()
         finally:

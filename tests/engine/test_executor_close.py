@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from hicache.copies import ReferenceCopies
+from hicache.copies import PoolCopies
 from hicache.executor import ExecutorLimits
 from hicache.jobs import CopyItem, CopyJob, CopyKind
 from hicache.l3 import Done
@@ -69,7 +69,7 @@ def test_a_copy_that_has_begun_ends_and_those_behind_it_are_cancelled(rank: Rank
         entered.set()
         assert go_on.wait(WAIT_S)
 
-    copies = FaultyCopies(ReferenceCopies(rank.l1, rank.l2), before=hold)
+    copies = FaultyCopies(PoolCopies(rank.l1, rank.l2), before=hold)
     executor = rank.executor(copies=copies)
     executor.submit(backup(1, 0))
     executor.submit(backup(2, 1))

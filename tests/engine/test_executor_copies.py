@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from hicache.copies import ReferenceCopies
+from hicache.copies import PoolCopies
 from hicache.executor import ExecutorLimits
 from hicache.jobs import CopyItem, CopyJob, CopyKind
 from hicache.outcome import Outcome
@@ -132,7 +132,7 @@ def test_br_001_a_load_that_fails_says_so_and_a_good_one_beside_it_arrives(rank:
 
     for group in range(3):
         poison(rank.l2.view(group).view(torch.uint8))
-    copies = FaultyCopies(ReferenceCopies(rank.l1, rank.l2), before=fail)
+    copies = FaultyCopies(PoolCopies(rank.l1, rank.l2), before=fail)
     executor = rank.executor(copies=copies)
     executor.submit(copy_job(1, CopyKind.LOAD, *((0, slot, slot) for slot in range(8)), (1, 2, 2)))
     outcomes = rank.completions.outcomes(1)
@@ -149,7 +149,7 @@ def test_br_001_every_kind_of_copy_that_fails_is_an_outcome(rank: Rank, kind: Co
     def fail(leg: str, group: int, targets: Sequence[int]) -> None:
         raise RuntimeError("injected")
 
-    copies = FaultyCopies(ReferenceCopies(rank.l1, rank.l2), before=fail)
+    copies = FaultyCopies(PoolCopies(rank.l1, rank.l2), before=fail)
     executor = rank.executor(copies=copies)
     executor.submit(copy_job(1, kind, (2, 0, 1)))
     assert rank.completions.outcomes(1) == (Outcome.IO_ERROR,)
@@ -161,7 +161,7 @@ def test_an_engine_that_is_interrupted_in_a_copy_leaves_no_job_open(rank: Rank, 
     def interrupt(leg: str, group: int, targets: Sequence[int]) -> None:
         raise KeyboardInterrupt
 
-    executor = rank.executor(copies=FaultyCopies(ReferenceCopies(rank.l1, rank.l2), before=interrupt))
+    executor = rank.executor(copies=FaultyCopies(PoolCopies(rank.l1, rank.l2), before=interrupt))
     with pytest.raises(KeyboardInterrupt):
         executor.submit(copy_job(1, kind, (2, 0, 1)))
     assert rank.completions.outcomes(1) == (Outcome.IO_ERROR,)
@@ -217,7 +217,7 @@ def test_br_002_a_backup_never_holds_up_the_engine_and_reads_its_source_once(ran
             assert go_on.wait(WAIT_S)
 
     fill_l1(rank)
-    copies = FaultyCopies(ReferenceCopies(rank.l1, rank.l2), before=hold)
+    copies = FaultyCopies(PoolCopies(rank.l1, rank.l2), before=hold)
     executor = rank.executor(copies=copies)
     expected = as_bytes(rank.l1.paged[0][:, 3])
     executor.submit(copy_job(1, CopyKind.BACKUP, (0, 3, 0)))
@@ -239,7 +239,7 @@ def test_backups_beyond_the_bound_are_refused_at_once_and_loads_are_not(rank: Ra
         if leg == "backup":
             assert go_on.wait(WAIT_S)
 
-    copies = FaultyCopies(ReferenceCopies(rank.l1, rank.l2), before=hold)
+    copies = FaultyCopies(PoolCopies(rank.l1, rank.l2), before=hold)
     executor = rank.executor(copies=copies, limits=ExecutorLimits(open_jobs_max=2))
     for job_id in range(3):
         executor.submit(copy_job(job_id, CopyKind.BACKUP, (0, job_id, job_id)))
@@ -279,8 +279,8 @@ def test_seconds_are_those_of_the_work_by_the_given_clock(rank: Rank, clock: Cal
 
 def test_br_050_a_line_at_start_names_the_paths_taken(rank: Rank, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level("INFO"):
-        executor = rank.executor()
-    assert executor.description == "copies: reference on cpu; no L3"
-    (line,) = caplog.messages
+        executor = rank.executor(copies="direct")
+    assert executor.description == "copies: direct on cpu; no L3"
+    line = caplog.messages[-1]
     assert line == f"{rank.l2.description}; {executor.description}"
     assert "memfd of" in line

@@ -17,8 +17,10 @@ import pytest
 import torch
 
 from hicache.errors import ConfigError, UsageError
-from hicache.pools import L2Pool, registration
-from hicache.pools.host_memory import HostMemory, available_memory_bytes
+from hicache.pools import L2Pool, host_memory, l2, registration
+from hicache.pools.host_memory import HostMemory
+from hicache.pools.memory_limits import AvailableMemory, available_memory
+from hicache.pools.numa import node_of
 from hicache.pools.registration import CudaRegistrar, RegistrationFailed, registrar_for
 from hicache.sizing import l2_slot_counts
 from hicache.spec import CacheSpec, PagedGroup
@@ -32,15 +34,20 @@ class FakeRegistrar:
 
     name = "fake"
 
-    def __init__(self, *, region_bytes_max: int = 1 << 40, counts_against_memlock: bool = False) -> None:
+    def __init__(
+        self, *, region_bytes_max: int = 1 << 40, total_bytes_max: int = 1 << 40, counts_against_memlock: bool = False
+    ) -> None:
         self.counts_against_memlock = counts_against_memlock
         self.region_bytes_max = region_bytes_max
+        self.total_bytes_max = total_bytes_max
         self.regions: dict[int, int] = {}
         self.unregister_fails = False
 
     def register(self, address: int, size_bytes: int) -> None:
         if size_bytes > self.region_bytes_max:
             raise RegistrationFailed(f"max_mr_size is {self.region_bytes_max}")
+        if sum(self.regions.values()) + size_bytes > self.total_bytes_max:
+            raise RegistrationFailed("out of memory")
         self.regions[address] = size_bytes
 
     def unregister(self, address: int) -> None:
@@ -87,7 +94,7 @@ def test_br_090_the_pool_takes_the_memory_that_was_asked_for_and_no_more() -> No
 
 def test_every_page_is_touched_before_the_pool_is_ready() -> None:
     """Also over several chunks, in parallel."""
-    memory = HostMemory("hicache-l2", 200 * MIB + 4096, setting="l2_bytes", available_bytes=1 << 40)
+    memory = HostMemory("hicache-l2", 200 * MIB + 4096, setting="l2_bytes")
     assert os.fstat(memory.fd).st_blocks * 512 == 200 * MIB + 4096
     memory.close()
 
@@ -153,12 +160,14 @@ def test_slot_counts_that_do_not_match_the_groups_are_refused(counts: tuple[int,
 
 
 def test_br_094_more_than_is_available_is_refused_with_the_numbers() -> None:
-    with pytest.raises(ConfigError, match=r"l2_bytes = 4096000: expected 1 to 950000 bytes \(95% of the 1000000 "):
-        L2Pool(paged_spec(), (1000,), available_bytes=1_000_000)
+    with pytest.raises(
+        ConfigError, match=r"l2_bytes = 4096000: expected 1 to 950000 bytes \(95% of the 1000000 .* a test\)"
+    ):
+        L2Pool(paged_spec(), (1000,), available=AvailableMemory(1_000_000, "a test"))
 
 
 def test_br_094_more_than_this_machine_has_is_refused_before_anything_is_reserved() -> None:
-    with pytest.raises(ConfigError, match="available"):
+    with pytest.raises(ConfigError, match="are left, by "):
         L2Pool(paged_spec(), (1 << 40,))
 
 
@@ -259,7 +268,7 @@ def test_br_053_killed_processes_leave_nothing_in_shared_memory() -> None:
     code = (
         "import sys\n"
         "from hicache.pools.host_memory import HostMemory\n"
-        "memory = HostMemory('hicache-l2', 1 << 20, setting='l2_bytes', available_bytes=1 << 30)\n"
+        "memory = HostMemory('hicache-l2', 1 << 20, setting='l2_bytes')\n"
         "print('ready', flush=True)\n"
         "sys.stdin.read()\n"
     )
@@ -286,6 +295,31 @@ def test_only_cuda_wants_memory_registered() -> None:
     assert isinstance(registrar_for(torch.device("cuda")), CudaRegistrar)
 
 
+def test_memory_can_be_asked_of_a_numa_node() -> None:
+    """Of one that there is, and of one that there is not, which then is no reason to fail."""
+    for node, outcome in ((0, "on NUMA node 0"), (1023, "on any NUMA node (node 1023 refused: ")):
+        memory = HostMemory("hicache-l2", MIB, setting="l2_bytes", numa_node=node)
+        assert outcome in memory.description
+        assert os.fstat(memory.fd).st_blocks * 512 == MIB
+        memory.close()
+
+
+class DeviceProperties:
+    pci_domain_id, pci_bus_id, pci_device_id = 0, 0x1B, 0
+
+
+def test_memory_comes_from_the_node_of_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: DeviceProperties)
+    device = torch.device("cuda", 0)
+    assert node_of(device, devices=tmp_path) is None
+    attached = tmp_path / "0000:1b:00.0"
+    attached.mkdir()
+    for text, node in (("1\n", 1), ("-1\n", None), ("", None)):
+        (attached / "numa_node").write_text(text)
+        assert node_of(device, devices=tmp_path) == node
+    assert node_of(torch.device("cpu"), devices=tmp_path) is None
+
+
 class CudartDouble:
     """Answers as the CUDA runtime does: 0, or an error."""
 
@@ -305,6 +339,7 @@ class CudartDouble:
 def test_cuda_registers_and_unregisters_the_whole_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     cudart = CudartDouble(status=0)
     monkeypatch.setattr(registration, "_cudart", lambda: cudart)
+    monkeypatch.setattr(l2, "node_of", lambda device: None)
     pool = L2Pool(paged_spec(), (16,), device="cuda")
     assert cudart.calls == [("register", pool.size_bytes)]
     assert pool.description.endswith("registered with CUDA")
@@ -315,24 +350,93 @@ def test_cuda_registers_and_unregisters_the_whole_pool(monkeypatch: pytest.Monke
 
 def test_br_094_what_cuda_answers_is_in_the_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registration, "_cudart", lambda: CudartDouble(status=2))
+    monkeypatch.setattr(l2, "node_of", lambda device: None)
     with pytest.raises(
-        ConfigError, match=r"CUDA can pin \(cudaHostRegister answered 2; RLIMIT_MEMLOCK is .*LimitMEMLOCK"
+        ConfigError, match=r"CUDA can pin \(cudaHostRegister answered 2.*; RLIMIT_MEMLOCK is .*LimitMEMLOCK"
     ):
         L2Pool(paged_spec(), (16,), device="cuda")
+
+
+def write_cgroup(folder: Path, **files: str) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (folder / name.replace("__", ".")).write_text(text + "\n")
 
 
 def test_the_tightest_limit_of_machine_and_cgroups_counts(tmp_path: Path) -> None:
     proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
     (proc / "self").mkdir(parents=True)
-    (cgroups / "outer/inner").mkdir(parents=True)
     (proc / "meminfo").write_text("MemTotal: 900 kB\nMemAvailable:   500 kB\n")
-    assert available_memory_bytes(proc, cgroups) == 500 * 1024
+    machine = AvailableMemory(500 * 1024, f"MemAvailable in {proc / 'meminfo'}")
+    assert available_memory(proc, cgroups) == machine
     (proc / "self/cgroup").write_text("0::/outer/inner\n")
-    assert available_memory_bytes(proc, cgroups) == 500 * 1024
-    for name, limit in (("outer", "300000"), ("outer/inner", "max")):
-        (cgroups / name / "memory.max").write_text(limit + "\n")
-        (cgroups / name / "memory.current").write_text("120000\n")
-        (cgroups / name / "memory.stat").write_text("anon 1\ninactive_file 20000\n")
-    assert available_memory_bytes(proc, cgroups) == 200000
-    (cgroups / "outer/memory.current").write_text("400000\n")
-    assert available_memory_bytes(proc, cgroups) == 0
+    assert available_memory(proc, cgroups) == machine
+    usage = {"memory__current": "120000", "memory__stat": "anon 1\ninactive_file 20000"}
+    write_cgroup(cgroups / "outer", memory__max="300000", **usage)
+    write_cgroup(cgroups / "outer/inner", memory__max="max", **usage)
+    assert available_memory(proc, cgroups) == AvailableMemory(200000, str(cgroups / "outer/memory.max"))
+    write_cgroup(cgroups / "outer", memory__current="400000")
+    assert available_memory(proc, cgroups).size_bytes == 0
+
+
+def test_br_094_a_limit_of_a_version_1_cgroup_counts_and_is_named(tmp_path: Path) -> None:
+    """In a container: the path is that of the host, the limit at the root of what is mounted here."""
+    proc, cgroups = tmp_path / "proc", tmp_path / "cgroup"
+    (proc / "self").mkdir(parents=True)
+    (proc / "meminfo").write_text("MemAvailable: 500 kB\n")
+    (proc / "self/cgroup").write_text("5:cpu,cpuacct:/\n4:memory:/docker/1f\n0::/\n")
+    stat = "inactive_file 7\ntotal_inactive_file 1000"
+    write_cgroup(cgroups / "memory", memory__limit_in_bytes="300000", memory__usage_in_bytes="99000", memory__stat=stat)
+    available = available_memory(proc, cgroups)
+    assert available == AvailableMemory(202000, str(cgroups / "memory/memory.limit_in_bytes"))
+    with pytest.raises(
+        ConfigError, match=r"by .*memory\.limit_in_bytes\); lower it, or free memory, or raise that limit"
+    ):
+        L2Pool(paged_spec(), (1000,), available=available)
+
+
+def test_br_090_what_the_process_and_the_machine_take_is_the_size_of_the_pool() -> None:
+    def taken() -> tuple[int, int]:
+        status = Path("/proc/self/status").read_text()
+        return int(status.split("RssShmem:")[1].split()[0]), mapped_pools()
+
+    before, pools = taken()
+    pool = L2Pool(paged_spec(heads=8, head_dim=64, page_tokens=16), (401,))
+    after, _ = taken()
+    assert (after - before) * 1024 == pytest.approx(pool.size_bytes, rel=0.02)
+    pool.close()
+    assert taken() == (pytest.approx(before, abs=64), pools)
+
+
+def test_br_132_memory_is_pinned_in_regions_that_end_between_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(l2, "REGION_BYTES", 10_000)
+    registrar = FakeRegistrar()
+    pool = L2Pool(hybrid_spec(), (9, 5, 4), registrar=registrar)
+    base = pool.view(0).data_ptr()
+    regions = sorted((address - base, size) for address, size in registrar.regions.items())
+    assert len(regions) > 3
+    assert [start for start, _ in regions] == [0, *(start + size for start, size in regions[:-1])]
+    assert sum(regions[-1]) == pool.size_bytes
+    slots = {pool.offset(group, slot) for group, count in enumerate((9, 5, 4)) for slot in range(count)}
+    assert {start for start, _ in regions} <= slots
+    assert all(size <= max(10_000, *pool.strides) for _, size in regions)
+    pool.close()
+    assert not registrar.regions
+
+
+def test_br_094_a_region_that_is_refused_late_leaves_none_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(l2, "REGION_BYTES", MIB)
+    registrar = FakeRegistrar(total_bytes_max=3 * MIB)
+    with pytest.raises(ConfigError, match=r"after 3145728 bytes, for a region of 1048576; RLIMIT_MEMLOCK is"):
+        L2Pool(paged_spec(), (1024,), registrar=registrar)
+    assert not registrar.regions
+
+
+def test_br_132_memory_is_touched_in_chunks_and_the_log_tells_how_far(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_memory, "_TOUCH_CHUNK_BYTES", MIB)
+    monkeypatch.setattr(host_memory, "_TOUCH_REPORT_CHUNKS", 2)
+    caplog.set_level("INFO")
+    HostMemory("hicache-l2", 5 * MIB, setting="l2_bytes").close()
+    assert [record.getMessage() for record in caplog.records] == ["L2: 2 of 5 MiB touched", "L2: 4 of 5 MiB touched"]

@@ -1,0 +1,107 @@
+"""The back end of copies is the one that is fastest here, and never one that moves wrong bytes."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from hicache.copies import PoolCopies
+from hicache.errors import ConfigError
+from hicache.moves import DIRECT, REFERENCE, Moves, choose_moves, fastest
+from hicache.pools import L1Pool, L2Pool
+from tests.engine.specs import as_bytes, fill_with_noise, hybrid_spec
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_measured_yet() -> Iterator[None]:
+    fastest.cache_clear()
+    yield
+    fastest.cache_clear()
+
+
+def noting(name: str, seen: list[str], copy: Callable[..., None]) -> Moves:
+    def call(*arguments: Any, **slots: Any) -> None:
+        seen.append(name)
+        copy(*arguments, **slots)
+
+    functions = {field.name: getattr(DIRECT, field.name) for field in dataclasses.fields(Moves)}
+    return Moves(**{**functions, "name": name, "gather_pages": call})
+
+
+def test_the_fastest_is_chosen_and_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that one of the two makes run."""
+    now_s = 0.0
+    seen: list[str] = []
+
+    def slowly(*arguments: Any, **slots: Any) -> None:
+        nonlocal now_s
+        now_s += 1.0
+        DIRECT.gather_pages(*arguments, **slots)
+
+    monkeypatch.setattr("hicache.moves.time.perf_counter", lambda: now_s)
+    slow, quick = noting("slow", seen, slowly), noting("quick", seen, DIRECT.gather_pages)
+    assert fastest((slow, quick), run_bytes=4096, by_layer=False, device=CPU) is quick
+    seen.clear()
+    assert fastest((slow, quick), run_bytes=4096, by_layer=False, device=CPU) is quick
+    assert not seen
+    assert fastest((quick, slow), run_bytes=1 << 20, by_layer=True, device=CPU) is quick
+    assert {"slow", "quick"} == set(seen)
+
+
+def raise_error(*arguments: Any, **slots: Any) -> None:
+    raise OSError("libcudart.so.12: cannot open shared object file")
+
+
+def move_nothing(*arguments: Any, **slots: Any) -> None:
+    return
+
+
+@pytest.mark.parametrize(
+    ("copy", "message"), [(raise_error, "cannot open shared object file"), (move_nothing, "it moved wrong bytes")]
+)
+def test_br_050_a_back_end_that_does_not_work_here_is_left_out_and_named(
+    copy: Callable[..., None], message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = noting("broken", [], copy)
+    assert fastest((REFERENCE, broken), run_bytes=4096, by_layer=False, device=CPU) is REFERENCE
+    assert "no copies through 'broken' on cpu: " in caplog.text
+    assert message in caplog.text
+
+
+def test_a_named_back_end_is_taken_as_it_is() -> None:
+    for moves in (REFERENCE, DIRECT):
+        assert choose_moves(moves.name, run_bytes=1, by_layer=True, device=CPU) is moves
+    assert fastest.cache_info().currsize == 0
+
+
+def test_another_name_is_refused_with_those_that_there_are() -> None:
+    spec = hybrid_spec()
+    l1 = L1Pool(spec, pages=2, state_slots=2)
+    with pytest.raises(ConfigError, match="copies = 'fast': expected one of auto, reference, direct"):
+        PoolCopies(l1, None, setting="fast")
+
+
+@pytest.mark.parametrize("setting", ["auto", "reference", "direct"])
+def test_pages_and_states_come_back_by_every_back_end(setting: str) -> None:
+    spec = hybrid_spec()
+    l1, l2 = L1Pool(spec, pages=6, state_slots=4), L2Pool(spec, (8, 8, 3))
+    copies = PoolCopies(l1, l2, setting=setting)
+    assert setting in (copies.name, "auto")
+    tensors = [*l1.paged.values(), *l1.state[2].values()]
+    for seed, tensor in enumerate(tensors):
+        fill_with_noise(tensor, seed)
+    kept = {0: l1.paged[0][:, 3].clone(), 1: l1.paged[1][:, 3].clone(), 2: l1.state[2]["temporal"][:, 3].clone()}
+    for group in range(3):
+        copies.backup(group, [3], [2])
+        copies.load(group, [2], [1])
+    assert as_bytes(l1.paged[0][:, 1]) == as_bytes(kept[0])
+    assert as_bytes(l1.paged[1][:, 1]) == as_bytes(kept[1])
+    assert as_bytes(l1.state[2]["temporal"][:, 1]) == as_bytes(kept[2])
+    assert not l1.state[2]["ring_d"][:, 1].any()
+    l2.close()
