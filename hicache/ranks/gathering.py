@@ -173,20 +173,23 @@ def _differences(common: Hello, hello: Hello) -> list[str]:
     if not hmac.compare_digest(common.token.encode(), hello.token.encode()):
         return ["token: it is not that of the leader"]
     differing = differing_fields(common.descriptor, hello.descriptor)
-    if differing:
+    if differing or not common.l1_slots:
         return differing
     for name in ("l1_slots", "l2_slots"):
         ours, theirs = getattr(common, name), getattr(hello, name)
         are_alike = len(ours) == len(theirs) and all(a == b for a, b in zip(ours, theirs, strict=True) if a and b)
         if any(ours) != any(theirs) or not are_alike:
             differing.append(f"{name}: {ours!r} != {theirs!r}")
-    if common.has_l3 != hello.has_l3:
-        differing.append(f"has_l3: {common.has_l3} != {hello.has_l3}")
+    for name in ("l1_bytes", "has_l3"):
+        if getattr(common, name) != getattr(hello, name):
+            differing.append(f"{name}: {getattr(common, name)} != {getattr(hello, name)}")
     return differing
 
 
 def _joined(common: Hello, hello: Hello) -> Hello:
     """Slots that some rank has: 0 stands for a group of another pipeline stage."""
+    if not common.l1_slots:
+        return hello
     return msgspec.structs.replace(
         common,
         l1_slots=tuple(map(max, common.l1_slots, hello.l1_slots)),

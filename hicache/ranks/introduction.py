@@ -6,7 +6,7 @@ import socket
 import time
 
 from hicache.errors import ConfigError
-from hicache.pools import L1Pool, L2Pool
+from hicache.pools import ArenaPool, L1Pool, L2Pool
 from hicache.ranks.link import Link
 from hicache.ranks.messages import (
     FRAME_BYTES_MAX,
@@ -28,15 +28,16 @@ from hicache.ranks.settings import Ranks, connect
 from hicache.spec import CacheSpec
 
 
-def hello_of(spec: CacheSpec, *, rank: int, token: str, l1: L1Pool, l2: L2Pool | None, has_l3: bool) -> Hello:
-    """What a rank says of itself, and the leader expects of it."""
+def hello_of(spec: CacheSpec, *, rank: int, token: str, l1: L1Pool | None, l2: L2Pool | None, has_l3: bool) -> Hello:
+    """What a rank says of itself, and the leader expects of it; without ``l1`` the leader has no rank."""
     return Hello(
         version=RANK_PROTOCOL_VERSION,
         token=token,
         rank=rank,
         descriptor={**spec.descriptor, "tp_size": spec.tp_size, "pp_size": spec.pp_size},
-        l1_slots=tuple(l1.slot_counts),
-        l2_slots=tuple(l2.slot_counts) if l2 is not None else (0,) * len(spec.groups),
+        l1_slots=() if l1 is None else l1.slot_counts,
+        l2_slots=l2.slot_counts if l2 is not None else (0,) * len(spec.groups),
+        l1_bytes=l1.l1_bytes if isinstance(l1, ArenaPool) else 0,
         has_l3=has_l3,
     )
 

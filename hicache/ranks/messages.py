@@ -25,8 +25,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     token: str
     rank: int
     descriptor: dict[str, Any]  # of FieldValue: msgspec cannot check a union of str and bytes
-    l1_slots: tuple[int, ...]
+    l1_slots: tuple[int, ...]  # none at all: of a leader without a rank, which takes what its ranks have
     l2_slots: tuple[int, ...]  # all zero: no L2
+    l1_bytes: int  # of an arena, from which its layout follows; 0: no arena
     has_l3: bool
 
 

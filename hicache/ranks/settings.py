@@ -78,11 +78,11 @@ def listen(ranks: Ranks, *, backlog: int) -> socket.socket:
 
 
 def stop_listening(ranks: Ranks, listener: socket.socket) -> None:
-    """Close the socket, and take its file away."""
-    listener.close()
+    """Close the socket, and take its file away: first, since a file of a closed socket may be replaced by anybody."""
     if isinstance(endpoint := ranks.endpoint, str):
         with contextlib.suppress(OSError):
             os.unlink(endpoint)
+    listener.close()
 
 
 def connect(ranks: Ranks, *, until_s: float) -> socket.socket:

@@ -54,6 +54,7 @@ def hello(rank: int = 1, **changes: object) -> Hello:
         descriptor={"model": "m", "page_tokens": 4, "window": None, "salt": b"x"},
         l1_slots=(8, 0),
         l2_slots=(4, 0),
+        l1_bytes=0,
         has_l3=True,
     )
     return msgspec.structs.replace(said, **changes)
@@ -194,6 +195,7 @@ def test_a_worker_is_told_what_differs_and_may_come_again(ranks: Ranks, connect:
             "l1_slots: (8, 0) != (9, 0)": hello(l1_slots=(9, 0)),
             "l2_slots: (4, 0) != (0, 0); has_l3: True != False": hello(l2_slots=(0, 0), has_l3=False),
             "l1_slots: (8, 0) != (8, 0, 8)": hello(l1_slots=(8, 0, 8)),
+            "l1_bytes: 0 != 4096": hello(l1_bytes=4096),
             "rank 3: this leader waits for ranks [1, 2]": hello(3),
             "rank 0: this leader waits for ranks [1, 2]": hello(0),
         }
@@ -213,6 +215,31 @@ def test_a_worker_is_told_what_differs_and_may_come_again(ranks: Ranks, connect:
     for link in links.values():
         link.close()
     assert not os.path.exists(str(ranks.endpoint)), "whoever comes later finds nobody"
+
+
+def test_a_leader_without_a_rank_takes_what_its_first_rank_has(ranks: Ranks, connect: Callable[[Ranks], Far]) -> None:
+    own = hello(0, l1_slots=(), l2_slots=(0, 0), has_l3=False)
+    with ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(gather, ranks, own, missing={0, 1})
+        far = connect(ranks)
+        far.say(hello(0, token="guess"))
+        assert far.hear() == Refused("token: it is not that of the leader")
+        mistaken = connect(ranks)
+        mistaken.say(hello(1, l1_slots=(9, 0)))
+        far = connect(ranks)
+        far.say(hello(0))
+        assert far.hear() == Refused("l1_slots: (9, 0) != (8, 0)")
+        mistaken.socket.close()  # to be started again with what is right
+        stranger = connect(ranks)
+        stranger.say(Pulse())
+        assert stranger.hear() is None, "by then the leader has seen who has gone"
+        for rank in (0, 1):
+            connect(ranks).say(hello(rank))
+        links, common = gathered.result(WAIT_S)
+    assert sorted(links) == [0, 1]
+    assert (common.l1_slots, common.l2_slots, common.has_l3) == ((8, 0), (4, 0), True)
+    for link in links.values():
+        link.close()
 
 
 def test_strangers_garbage_and_the_dying_disturb_nobody(ranks: Ranks, connect: Callable[[Ranks], Far]) -> None:
