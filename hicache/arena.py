@@ -72,26 +72,28 @@ def arena_layout(spec: CacheSpec, l1_bytes: int, *, stage: int = 0) -> ArenaLayo
     """The units that ``l1_bytes`` hold on each rank of a stage, padding as little as can be.
 
     There are as many units on every rank, with as many slots in each, as one directory gives them out: in proportion to
-    what a slot takes over all stages, and as many as fit where a unit takes most. Their bytes are the stage's own.
+    what a slot takes in the stage that has most of its group, and as many as fit where a unit takes most. Their bytes
+    are the stage's own.
 
     Raises ConfigError when a group would lose more than PADDING_SHARE_MAX of its bytes in some stage, and when not
     every group can have a unit at a time.
     """
     by_stage = [slot_bytes(spec, stage=number) for number in range(spec.pp_size)]
-    whole = [sum(sizes) for sizes in zip(*by_stage, strict=True)]
-    whole_unit_bytes = _unit_bytes(whole)
-    slots_per_unit = tuple(_slots_in(whole_unit_bytes, size) for size in whole)
+    largest = [max(sizes) for sizes in zip(*by_stage, strict=True)]
+    largest_unit_bytes = _unit_bytes(largest)
+    slots_per_unit = tuple(_slots_in(largest_unit_bytes, size) for size in largest)
     units = [_fitting_unit_bytes(sizes, slots_per_unit) for sizes in by_stage]
     for number, (sizes, unit_bytes) in enumerate(zip(by_stage, units, strict=True)):
         for group, size, slots in zip(spec.groups, sizes, slots_per_unit, strict=True):
             share = 1 - slots * size / unit_bytes
             if size and share > PADDING_SHARE_MAX:
+                where = f" of stage {number}" if spec.pp_size > 1 else ""
                 raise ConfigError(
                     "l1_bytes",
                     l1_bytes,
                     f"groups that fill units: {slots} of {group.name!r} ({size} bytes) in a unit of {unit_bytes} bytes"
-                    f" waste {share:.0%} in stage {number}, more than {PADDING_SHARE_MAX:.0%}; set l1_pages and"
-                    " l1_state_slots instead",
+                    f"{where} waste {share:.0%}, more than {PADDING_SHARE_MAX:.0%}; set l1_pages and l1_state_slots"
+                    " instead",
                 )
     bytes_min = max(units) * len(spec.groups)
     if l1_bytes < bytes_min:

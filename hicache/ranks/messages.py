@@ -86,7 +86,7 @@ def decoded(decoder: msgspec.msgpack.Decoder[M], payload: bytes) -> M:
     try:
         return decoder.decode(payload)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise Garbage(f"no message: {error}") from error
+        raise Garbage(str(error)) from error
 
 
 class FrameReader:

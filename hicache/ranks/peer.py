@@ -81,8 +81,10 @@ class Peer(Generic[M]):
                     self._on_message(message)
                 if self._is_over:
                     return
-        except (LinkBroken, Garbage) as error:
+        except LinkBroken as error:
             self.end(str(error))
+        except Garbage as error:
+            self.end(f"it says what is no message: {error}")
 
     def tick(self, now_s: float, *, silence_timeout_s: float) -> None:
         """Send a pulse; end the link when nothing was heard for too long. Loop only."""
