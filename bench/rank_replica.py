@@ -44,7 +44,7 @@ class Replica:
         self._own_ranks = 0 if leads_only else 1
         own = {name: value for name, value in settings.items() if name not in _OF_HICACHE_ALONE}
         self.workers = [
-            RankProcess(WorkerSettings(spec, rank, ranks, own | (of_rank or {}).get(rank, {})))
+            RankProcess(WorkerSettings(spec, rank, ranks, own | (of_rank or {}).get(rank, {}), is_led=True))
             for rank in range(self._own_ranks, spec.rank_count)
         ]
         try:
