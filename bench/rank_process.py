@@ -22,12 +22,15 @@ ANSWER_TIMEOUT_S = 60.0
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """What a process opens its RankWorker with, or the HiCache of rank 0; ``settings`` are those of their ``open``."""
+    """What a process opens its RankWorker with, or the HiCache of rank 0 unless it is led; ``settings`` are
+    those of their ``open``.
+    """
 
     spec: CacheSpec
     rank: int
     leader: Ranks
     settings: dict[str, Any] = field(default_factory=dict)  # Any: of whatever type each setting is
+    is_led: bool = False  # whatever its rank
 
 
 class RankProcess:
@@ -91,7 +94,7 @@ class RankProcess:
 
 
 def _opened(settings: WorkerSettings) -> RankWorker | HiCache:
-    if settings.rank == 0:
+    if settings.rank == 0 and not settings.is_led:
         return HiCache.open(settings.spec, ranks=settings.leader, **settings.settings)
     return RankWorker.open(settings.spec, rank=settings.rank, leader=settings.leader, **settings.settings)
 

@@ -19,11 +19,12 @@ from hicache.sequence import Request, Restored
 from hicache.spec import CacheSpec, PagedGroup
 
 L3_TIMEOUT_S = 30.0
-_OF_HICACHE_ALONE = ("prefetch", "write_policy", "salt")
+_OF_HICACHE_ALONE = ("prefetch", "write_policy", "salt", "snapshot_policy", "double_buffering")
 
 
 class Replica:
-    """Rank 0 and the leader here, every other rank in a process of its own. ``settings`` are those of HiCache.open.
+    """Rank 0 and the leader here, every other rank in a process of its own; or, with ``leads_only``, all of them.
+    ``settings`` are those of HiCache.open.
 
     ``of_rank`` gives a rank other settings than the rest, such as another ``l3``. Ranks connect to L3 in the
     background, so that it would be a miss at first: ``waits_for_l3`` waits until it answers every rank.
@@ -36,21 +37,27 @@ class Replica:
         *,
         of_rank: dict[int, dict[str, Any]] | None = None,
         waits_for_l3: bool = True,
+        leads_only: bool = False,
         **settings: Any,  # as different as the settings are
     ) -> None:
         self.spec = spec
+        self._own_ranks = 0 if leads_only else 1
         own = {name: value for name, value in settings.items() if name not in _OF_HICACHE_ALONE}
         self.workers = [
-            RankProcess(WorkerSettings(spec, rank, ranks, own | (of_rank or {}).get(rank, {})))
-            for rank in range(1, spec.rank_count)
+            RankProcess(WorkerSettings(spec, rank, ranks, own | (of_rank or {}).get(rank, {}), is_led=True))
+            for rank in range(self._own_ranks, spec.rank_count)
         ]
         try:
             patient = {"prefetch": PrefetchPolicy("wait_complete", threshold_tokens=0)}
             own_settings = (patient | settings) | (of_rank or {}).get(0, {})
-            self.cache = HiCache.open(spec, ranks=ranks, **own_settings)
+            if leads_only:
+                leading = {name: value for name, value in own_settings.items() if name in _OF_HICACHE_ALONE}
+                self.cache = HiCache.lead(spec, ranks=ranks, **leading)
+            else:
+                self.cache = HiCache.open(spec, ranks=ranks, **own_settings)
             for worker in self.workers:
                 worker.ready()
-            if waits_for_l3 and self.cache.l3 is not None:
+            if waits_for_l3 and own.get("l3") is not None:
                 self.on_all(wait_for_l3)
         except BaseException:
             self.kill()
@@ -101,22 +108,25 @@ class Replica:
         step = self.cache.step()
         for worker in self.workers:
             worker.ask(compute_in_step, step, slots)
-        compute(self.cache.l1, slots)
+        if self._own_ranks:
+            compute(self.cache.l1, slots)
         for worker in self.workers:
             worker.answer()
 
     def on_one(self, rank: int, function: Callable[..., Any], *arguments: object) -> Any:
         """Call a function on one rank, with its RankWorker or, for rank 0, the HiCache. Returns what it returns."""
-        if rank == 0:
+        if rank < self._own_ranks:
             return function(self.cache, *arguments)
-        self.workers[rank - 1].ask(function, *arguments)
-        return self.workers[rank - 1].answer()
+        worker = self.workers[rank - self._own_ranks]
+        worker.ask(function, *arguments)
+        return worker.answer()
 
     def on_all(self, function: Callable[..., Any], *arguments: object) -> list[Any]:
         """Call a function on every rank at a time."""
         for worker in self.workers:
             worker.ask(function, *arguments)
-        return [function(self.cache, *arguments), *(worker.answer() for worker in self.workers)]
+        own = [function(self.cache, *arguments)] if self._own_ranks else []
+        return [*own, *(worker.answer() for worker in self.workers)]
 
     def differing(self, request: Request, tokens: Sequence[int], restored: int) -> dict[int, list[Slot]]:
         """By rank, what does not hold what was computed for these tokens."""

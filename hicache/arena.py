@@ -4,13 +4,14 @@ other. Arithmetic and bookkeeping only."""
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from hicache.errors import ConfigError
 from hicache.slots import SLOT_BITS, Slots
-from hicache.spec import CacheSpec, StateGroup
+from hicache.spec import CacheSpec, Group, StateGroup
 
 ALIGNMENT_BYTES = 16  # of slots and of the fields in them: what vectorised loads and TMA want
 PADDING_SHARE_MAX = 0.25  # above this a unified arena would waste more than it could win
@@ -60,37 +61,46 @@ def field_offsets(group: StateGroup) -> tuple[tuple[int, ...], int]:
     return tuple(offsets), end
 
 
-def slot_bytes(spec: CacheSpec) -> tuple[int, ...]:
-    """Bytes of one slot by group, aligned: a page of all layers, or a state with its transient fields."""
-    return tuple(
-        field_offsets(group)[1] if isinstance(group, StateGroup) else _aligned(group.object_bytes(spec.page_tokens))
-        for group in spec.groups
-    )
-
-
-def arena_layout(spec: CacheSpec, l1_bytes: int) -> ArenaLayout:
-    """The units that ``l1_bytes`` hold, as large as the largest slot needs and padding as little as can be.
-
-    Raises ConfigError when a group would lose more than PADDING_SHARE_MAX of its bytes, and when not every group can
-    have a unit at a time.
+def slot_bytes(spec: CacheSpec, *, stage: int = 0) -> tuple[int, ...]:
+    """Bytes of one slot by group, on each rank of a stage, aligned: a page, or a state with its transient fields; 0 for
+    a group that the stage lacks.
     """
-    sizes = slot_bytes(spec)
-    unit_bytes = _unit_bytes(sizes)
-    slots_per_unit = tuple(_slots_in(unit_bytes, size) for size in sizes)
-    for group, size, slots in zip(spec.groups, sizes, slots_per_unit, strict=True):
-        if (share := _padding_share(unit_bytes, size)) > PADDING_SHARE_MAX:
-            raise ConfigError(
-                "l1_bytes",
-                l1_bytes,
-                f"groups that fill units: {slots} of {group.name!r} ({size} bytes) in a unit of {unit_bytes} bytes"
-                f" waste {share:.0%}, more than {PADDING_SHARE_MAX:.0%}; set l1_pages and l1_state_slots instead",
-            )
-    bytes_min = unit_bytes * len(spec.groups)
+    return tuple(_slot_bytes(group, spec.page_tokens) for group in spec.rank(stage * spec.tp_size).groups)
+
+
+def arena_layout(spec: CacheSpec, l1_bytes: int, *, stage: int = 0) -> ArenaLayout:
+    """The units that ``l1_bytes`` hold on each rank of a stage, padding as little as can be.
+
+    There are as many units on every rank, with as many slots in each, as one directory gives them out: in proportion to
+    what a slot takes in the stage that has most of its group, and as many as fit where a unit takes most. Their bytes
+    are the stage's own.
+
+    Raises ConfigError when a group would lose more than PADDING_SHARE_MAX of its bytes in some stage, and when not
+    every group can have a unit at a time.
+    """
+    by_stage = [slot_bytes(spec, stage=number) for number in range(spec.pp_size)]
+    largest = [max(sizes) for sizes in zip(*by_stage, strict=True)]
+    largest_unit_bytes = _unit_bytes(largest)
+    slots_per_unit = tuple(_slots_in(largest_unit_bytes, size) for size in largest)
+    units = [_fitting_unit_bytes(sizes, slots_per_unit) for sizes in by_stage]
+    for number, (sizes, unit_bytes) in enumerate(zip(by_stage, units, strict=True)):
+        for group, size, slots in zip(spec.groups, sizes, slots_per_unit, strict=True):
+            share = 1 - slots * size / unit_bytes
+            if size and share > PADDING_SHARE_MAX:
+                where = f" of stage {number}" if spec.pp_size > 1 else ""
+                raise ConfigError(
+                    "l1_bytes",
+                    l1_bytes,
+                    f"groups that fill units: {slots} of {group.name!r} ({size} bytes) in a unit of {unit_bytes} bytes"
+                    f"{where} waste {share:.0%}, more than {PADDING_SHARE_MAX:.0%}; set l1_pages and l1_state_slots"
+                    " instead",
+                )
+    bytes_min = max(units) * len(spec.groups)
     if l1_bytes < bytes_min:
-        expected = f"at least {bytes_min}: a unit of {unit_bytes} bytes for each of {len(spec.groups)} groups"
+        expected = f"at least {bytes_min}: a unit of {max(units)} bytes for each of {len(spec.groups)} groups"
         raise ConfigError("l1_bytes", l1_bytes, expected)
     far = tuple(isinstance(group, StateGroup) for group in spec.groups)
-    return ArenaLayout(unit_bytes, l1_bytes // unit_bytes, slots_per_unit, far)
+    return ArenaLayout(units[stage], l1_bytes // max(units), slots_per_unit, far)
 
 
 class Arena:
@@ -262,6 +272,19 @@ class _Units:
 
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _slot_bytes(group: Group | None, page_tokens: int) -> int:
+    if group is None:
+        return 0
+    return field_offsets(group)[1] if isinstance(group, StateGroup) else _aligned(group.object_bytes(page_tokens))
+
+
+def _fitting_unit_bytes(sizes: Sequence[int], slots_per_unit: Sequence[int]) -> int:
+    """The smallest unit that so many slots of these sizes fit in, each at an aligned stride."""
+    step = ALIGNMENT_BYTES * math.lcm(*slots_per_unit)
+    needed = max(size * slots for size, slots in zip(sizes, slots_per_unit, strict=True))
+    return -(-needed // step) * step
 
 
 def _unit_bytes(sizes: Sequence[int]) -> int:

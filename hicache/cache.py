@@ -10,9 +10,10 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
+from hicache.arena import arena_layout
 from hicache.connect import CAPACITY_BYTES_DEFAULT
 from hicache.directory import Directory, DirectoryConfig
-from hicache.errors import UsageError
+from hicache.errors import ConfigError, UsageError
 from hicache.executor import Executor
 from hicache.jobs import Completion, Job
 from hicache.keys import BlockKeys, FieldValue, Tokens, token_array
@@ -21,7 +22,7 @@ from hicache.loader import Load
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy, write_policy_of
-from hicache.pools import ArenaPool, L1Pool, L2Pool
+from hicache.pools import L1Pool, L2Pool
 from hicache.rank_memory import MemorySettings, RankMemory
 from hicache.ranks.leader import open_links
 from hicache.ranks.settings import Ranks
@@ -32,8 +33,8 @@ from hicache.stats import DirectoryStats
 
 
 class HiCache:
-    """The cache of one engine: of its only rank, or of all of them, as the leader and the first of them. Thread-safe;
-    requests of different threads may interleave.
+    """The cache of one engine: of its only rank, or of all of them, as the leader, and the first of them unless it is
+    opened by ``lead``. Thread-safe; requests of different threads may interleave.
 
     No fault of L2, L3 or a copy raises here: it shortens what is restored, and is counted in ``stats``. UsageError
     means that the engine's own call was refused.
@@ -43,7 +44,7 @@ class HiCache:
         self,
         spec: CacheSpec,
         *,
-        l1: L1Pool,
+        l1: L1Pool | None,
         l2: L2Pool | None,
         l3: L3 | None,
         salt: bytes | None = None,
@@ -55,13 +56,18 @@ class HiCache:
         copies: str = "auto",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Over pools of the engine's own, such as ``L1Pool.adopt``, which are those of rank 0.
+        """Over pools of the engine's own, such as ``L1Pool.adopt``, which are those of rank 0; None for all: see
+        ``lead``.
 
         Where the spec has more ranks, waits for all of them at ``ranks``. Takes ``l2`` and ``l3`` over, but for when it
         raises: ConfigError when ranks have not come in time.
         """
+        if l1 is None and (l2 is not None or l3 is not None):
+            raise ConfigError("l1", l1, "a pool beside l2 and l3, or none of the three: see HiCache.lead")
+        if l1 is not None and l1.rank.rank != 0:
+            raise ConfigError("l1.rank", l1.rank.rank, "the pool of rank 0, which the leader is")
         self.spec = spec
-        self.l1 = l1
+        self._l1 = l1
         self.l2 = l2
         self.l3 = l3
         self._prefetch_policy = prefetch or PrefetchPolicy()
@@ -73,18 +79,22 @@ class HiCache:
         self._jobs: deque[Job] = deque()
         self._pumping = False
         self._closed = False
-        self._executor = Executor(
-            spec, l1, l2, l3, on_complete=lambda completion: self._on_complete(0, completion), copies=copies
-        )
+        self._executor: Executor | None = None
         with ExitStack() as undo:
-            undo.callback(self._executor.close)
+            if l1 is not None:
+                self._executor = Executor(
+                    spec, l1, l2, l3, on_complete=lambda done: self._on_complete(0, done), copies=copies
+                )
+                undo.callback(self._executor.close)
             self._links = open_links(spec, ranks, l1=l1, l2=l2, has_l3=l3 is not None)
             undo.callback(self._links.close)
+            common = self._links.common
             config = DirectoryConfig(
-                *self._links.slots,
-                has_l3=l3 is not None,
+                common.l1_slots,
+                common.l2_slots,
+                has_l3=common.has_l3,
                 ranks=spec.rank_count,
-                l1_arena=l1.layout if isinstance(l1, ArenaPool) else None,
+                l1_arena=arena_layout(spec, common.l1_bytes) if common.l1_bytes else None,
                 prefetch_threshold_tokens=self._prefetch_policy.threshold_tokens,
                 double_buffering=double_buffering,
             )
@@ -167,6 +177,43 @@ class HiCache:
         except BaseException:
             memory.close()
             raise
+
+    @classmethod
+    def lead(
+        cls,
+        spec: CacheSpec,
+        *,
+        ranks: Ranks,
+        salt: bytes | None = None,
+        prefetch: PrefetchPolicy | None = None,
+        write_policy: str | WritePolicy = "write_through",
+        snapshot_policy: SnapshotPolicy | None = None,
+        double_buffering: bool = False,
+    ) -> Self:
+        """The leader in a process without a rank, such as an engine's scheduler: every rank is a RankWorker, rank 0 as
+        well, also where there is only one. They have L1, L2 and L3, and their settings are the replica's.
+
+        Waits for all ranks at ``ranks``. Raises ConfigError.
+        """
+        return cls(
+            spec,
+            l1=None,
+            l2=None,
+            l3=None,
+            salt=salt,
+            prefetch=prefetch,
+            write_policy=write_policy,
+            snapshot_policy=snapshot_policy,
+            double_buffering=double_buffering,
+            ranks=ranks,
+        )
+
+    @property
+    def l1(self) -> L1Pool:
+        """L1 of rank 0. Raises UsageError where this process has no rank."""
+        if self._l1 is None:
+            raise UsageError("this leader has no rank: L1 is that of its RankWorkers")
+        return self._l1
 
     # -- a request ---------------------------------------------------------------------------------------------------
 
@@ -350,7 +397,7 @@ class HiCache:
             return Stored(result.pages_in_l3 * self.spec.page_tokens, is_over and result.is_complete)
 
     def step(self) -> int:
-        """Number the engine's next step, for ``RankWorker.step`` of every other rank: send it along with the step.
+        """Number the engine's next step, for ``RankWorker.step``: send it along with the step to every worker.
 
         On every rank, what was loaded and stored before this call is done before the step is computed; what is loaded
         and stored after it sees what the step has computed.
@@ -394,7 +441,7 @@ class HiCache:
         """False when it still is at the deadline."""
         while is_under_way():
             left_s = deadline_s - self._clock()
-            if left_s <= 0:
+            if left_s <= 0 or self._closed:
                 return False
             self._changed.wait(left_s)
         return True
@@ -412,7 +459,7 @@ class HiCache:
             self._closed = True
             self._changed.notify_all()
         self._links.close()
-        is_memory_ours = self._executor.close()
+        is_memory_ours = self._executor is None or self._executor.close()
         if self.l2 is not None and is_memory_ours:  # else hicached may still write there: the memory is left to it
             self.l2.close()
 
@@ -461,7 +508,8 @@ class HiCache:
                 while self._jobs:  # one that is interrupted leaves the others for the next call
                     job = self._jobs.popleft()
                     self._links.submit(job)  # first: the other ranks work on it meanwhile
-                    self._executor.submit(job)
+                    if self._executor is not None:
+                        self._executor.submit(job)
         finally:
             self._pumping = False
         self._changed.notify_all()

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from hicache.errors import SpecError
-from hicache.slices import HeadSplit, Section, check_heads, head_span, local_sections
+from hicache.slices import HeadSplit, Section, check_heads, check_whole, head_span, local_sections, whole_numbers
 
 DTYPE_BYTES = {
     "float32": 4,
@@ -47,14 +47,13 @@ class PagedGroup:
     window_tokens: int | None = None
 
     def __post_init__(self) -> None:
-        _check_name_and_layers(self.name, self.layers)
-        for setting, value in (("heads", self.heads), ("head_dim", self.head_dim)):
-            if value < 1:
-                raise SpecError(f"{self.name}.{setting}", value, "at least 1")
+        object.__setattr__(self, "layers", _checked_layers(self.name, self.layers))
+        check_whole(f"{self.name}.heads", self.heads)
+        check_whole(f"{self.name}.head_dim", self.head_dim)
         if self.planes not in (1, 2):
             raise SpecError(f"{self.name}.planes", self.planes, "2 (K and V) or 1 (MLA latent)")
-        if self.window_tokens is not None and self.window_tokens < 1:
-            raise SpecError(f"{self.name}.window_tokens", self.window_tokens, "at least 1, or None for full attention")
+        if self.window_tokens is not None:
+            check_whole(f"{self.name}.window_tokens", self.window_tokens, otherwise=", or None for full attention")
         dtype_bytes(self.dtype)
 
     @classmethod
@@ -112,10 +111,13 @@ class StateField:
     def __post_init__(self) -> None:
         if not self.name:
             raise SpecError("state field name", self.name, "a non-empty name")
-        if not self.shape or min(self.shape) < 1:
+        object.__setattr__(self, "shape", whole_numbers(f"{self.name}.shape", self.shape, at_least=1))
+        if not self.shape:
             raise SpecError(f"{self.name}.shape", self.shape, "one or more dimensions of at least 1")
         dtype_bytes(self.dtype)
         if self.split is not None:
+            if not isinstance(self.split, HeadSplit):
+                raise SpecError(f"{self.name}.split", self.split, "a HeadSplit, or None for what every rank has whole")
             self.split.sections_of(self.shape, setting=self.name)
 
     @property
@@ -152,7 +154,7 @@ class StateGroup:
     fields: tuple[StateField, ...]
 
     def __post_init__(self) -> None:
-        _check_name_and_layers(self.name, self.layers)
+        object.__setattr__(self, "layers", _checked_layers(self.name, self.layers))
         names = [state_field.name for state_field in self.fields]
         if len(set(names)) != len(names):
             raise SpecError(f"{self.name}.fields", names, "distinct names")
@@ -200,8 +202,10 @@ class StateGroup:
 Group: TypeAlias = PagedGroup | StateGroup
 
 
-def _check_name_and_layers(name: str, layers: tuple[int, ...]) -> None:
+def _checked_layers(name: str, layers: tuple[int, ...]) -> tuple[int, ...]:
     if not name:
         raise SpecError("group name", name, "a non-empty name")
-    if not layers or len(set(layers)) != len(layers):
+    checked = whole_numbers(f"{name}.layers", layers, at_least=0)
+    if not checked or len(set(checked)) != len(checked):
         raise SpecError(f"{name}.layers", layers, "one or more distinct layer ids")
+    return checked

@@ -56,7 +56,10 @@ class JobBook:
         return self._has_lost
 
     def emit(self, make: Callable[[int], Job], on_done: Callable[[Outcomes], None]) -> int:
-        """Send ``make(job_id)`` to the executors; ``on_done`` runs once, inside ``complete``. Returns the job id."""
+        """Send ``make(job_id)`` to the executors; ``on_done`` runs once, inside of ``complete``, ``lose`` or ``take``.
+
+        Returns the job id.
+        """
         job_id = self.number()
         job = make(job_id)
         is_reset = isinstance(job, CopyJob) and job.kind is CopyKind.RESET
@@ -78,8 +81,13 @@ class JobBook:
         return self._next_id - 1
 
     def take(self) -> list[Job]:
-        """The jobs emitted since the last call, in order."""
+        """The jobs emitted since the last call, in order; none when every rank is lost: all jobs end here then."""
         jobs, self._outbox = self._outbox, []
+        while jobs and not self._ranks:
+            for job in jobs:
+                if (entry := self._open.pop(job.job_id, None)) is not None:  # else it ended with the last rank
+                    entry.on_done(tuple(entry.outcomes))
+            jobs, self._outbox = self._outbox, []
         return jobs
 
     def complete(self, completion: Completion, *, rank: int = 0) -> None:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from hicache.errors import SpecError
 from hicache.groups import Group
-from hicache.slices import Span, is_first_holder, rank_slices, slice_spans
+from hicache.slices import Span, is_first_holder, is_whole, rank_slices, slice_spans
 
 if TYPE_CHECKING:  # which makes RankSpecs
     from hicache.spec import CacheSpec
@@ -47,7 +47,7 @@ class RankSpec:
     @classmethod
     def of(cls, spec: CacheSpec, rank: int) -> RankSpec:
         """Use ``spec.rank``. Raises SpecError for a rank that the replica does not have."""
-        if not 0 <= rank < spec.rank_count:
+        if not is_whole(rank, at_least=0) or rank >= spec.rank_count:
             raise SpecError("rank", rank, f"one of the {spec.rank_count} ranks of the replica, from 0")
         stage, tp_rank = divmod(rank, spec.tp_size)
         groups = tuple(_local(spec, group, stage, tp_rank) for group in spec.groups)

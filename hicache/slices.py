@@ -28,16 +28,39 @@ class HeadSplit:
 
     def sections_of(self, shape: tuple[int, ...], *, setting: str) -> tuple[Section, ...]:
         """The sections in a tensor of ``shape``. Raises SpecError where they do not make up the axis."""
-        if not 0 <= self.axis < len(shape):
+        check_whole(f"{setting}.split.axis", self.axis, at_least=0)
+        if self.axis >= len(shape):
             raise SpecError(f"{setting}.split.axis", self.axis, f"an axis of the shape {shape}, from 0")
         sections = self.sections or ((shape[self.axis], 1),)
-        if any(heads < 1 or elements < 1 for heads, elements in sections):
-            raise SpecError(f"{setting}.split.sections", sections, "heads and elements of at least 1")
+        if not all(_is_section(section) for section in sections):
+            raise SpecError(f"{setting}.split.sections", sections, "whole heads and elements of at least 1 in each")
         total = sum(heads * elements for heads, elements in sections)
         if total != shape[self.axis]:
             expected = f"sections of {shape[self.axis]} elements together, as axis {self.axis} has, not of {total}"
             raise SpecError(f"{setting}.split.sections", sections, expected)
         return sections
+
+
+def is_whole(value: object, *, at_least: int) -> bool:
+    """Whether it is a whole number, as 2.0, "2" and True are not: they would fail far from here."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= at_least
+
+
+def check_whole(setting: str, value: object, *, at_least: int = 1, otherwise: str = "") -> None:
+    """Raises SpecError unless ``value`` is a whole number."""
+    if not is_whole(value, at_least=at_least):
+        raise SpecError(setting, value, f"a whole number of at least {at_least}{otherwise}")
+
+
+def whole_numbers(setting: str, values: object, *, at_least: int) -> tuple[int, ...]:
+    """A list or tuple of whole numbers, as a tuple. Raises SpecError."""
+    if not isinstance(values, list | tuple) or not all(is_whole(value, at_least=at_least) for value in values):
+        raise SpecError(setting, values, f"a tuple of whole numbers of at least {at_least}")
+    return tuple(values)
+
+
+def _is_section(section: object) -> bool:
+    return isinstance(section, list | tuple) and [is_whole(part, at_least=1) for part in section] == [True, True]
 
 
 def slice_count(section_heads: Iterable[int], *, slices_max: int) -> int:

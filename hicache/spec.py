@@ -11,7 +11,7 @@ from hicache.errors import SpecError
 from hicache.groups import DTYPE_BYTES, Group, PagedGroup, StateField, StateGroup, dtype_bytes
 from hicache.keys import KEY_HASHES, FieldValue, KeyHash, digest_fields, encode_fields
 from hicache.rank_spec import RankSpec
-from hicache.slices import HeadSplit, slice_count
+from hicache.slices import HeadSplit, check_whole, slice_count, whole_numbers
 
 __all__ = [
     "DTYPE_BYTES",
@@ -61,14 +61,17 @@ class CacheSpec:
     identity: tuple[tuple[str, FieldValue], ...] = field(default=())  # whatever else the engine must keep apart
 
     def __post_init__(self) -> None:
+        given: object = self.groups
+        if not isinstance(given, list | tuple) or not all(isinstance(group, Group) for group in given):
+            raise SpecError("groups", self.groups, "a tuple of PagedGroup and StateGroup")
+        object.__setattr__(self, "groups", tuple(self.groups))
         names = [group.name for group in self.groups]
         if not self.groups or len(set(names)) != len(names):
             raise SpecError("groups", names, "one or more groups with distinct names")
         if len(self.groups) > 32:
             raise SpecError("groups", len(self.groups), "at most 32 groups")
-        for setting, value in (("page_tokens", self.page_tokens), ("tp_size", self.tp_size)):
-            if value != int(value) or value < 1:
-                raise SpecError(setting, value, "a whole number of at least 1")
+        check_whole("page_tokens", self.page_tokens)
+        check_whole("tp_size", self.tp_size)
         self._check_parallel()
         identity_names = [name for name, _ in self.identity]
         if len(set(identity_names)) != len(identity_names):
@@ -79,11 +82,14 @@ class CacheSpec:
             raise SpecError("key_hash", self.key_hash, f"one of {', '.join(KEY_HASHES)}")
 
     def _check_parallel(self) -> None:
-        if self.tp_lcm is not None and (self.tp_lcm < 1 or self.tp_lcm % self.tp_size):
-            raise SpecError("tp_lcm", self.tp_lcm, f"a multiple of tp_size = {self.tp_size}, or None")
+        if self.tp_lcm is not None:
+            check_whole("tp_lcm", self.tp_lcm)
+            if self.tp_lcm % self.tp_size:
+                raise SpecError("tp_lcm", self.tp_lcm, f"a multiple of tp_size = {self.tp_size}, or None")
         for group in self.groups:
             group.check_parallel(tp_size=self.tp_size, slices_max=self._slices_max)
         if self.pp_layers is not None:
+            object.__setattr__(self, "pp_layers", whole_numbers("pp_layers", self.pp_layers, at_least=1))
             self._check_stages(self.pp_layers)
         shards_max = max(self.slice_counts) * self.pp_size
         if shards_max > SHARDS_MAX:
@@ -91,7 +97,7 @@ class CacheSpec:
             raise SpecError("shards of a page", shards_max, expected)
 
     def _check_stages(self, pp_layers: tuple[int, ...]) -> None:
-        if not pp_layers or min(pp_layers) < 1:
+        if not pp_layers:
             raise SpecError("pp_layers", pp_layers, "at least 1 layer in each pipeline stage, or None for one stage")
         for group in self.groups:
             outside = [layer for layer in group.layers if not 0 <= layer < sum(pp_layers)]

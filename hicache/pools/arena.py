@@ -10,7 +10,7 @@ from hicache.arena import ArenaLayout, arena_layout, field_offsets
 from hicache.errors import ConfigError
 from hicache.pools.dtypes import torch_dtype
 from hicache.pools.l1 import L1Pool, checked_device, page_shape
-from hicache.spec import CacheSpec, PagedGroup
+from hicache.spec import CacheSpec, Group, PagedGroup
 
 
 class ArenaPool(L1Pool):
@@ -23,42 +23,50 @@ class ArenaPool(L1Pool):
 
     layout: ArenaLayout
     memory: torch.Tensor
+    l1_bytes: int
 
     @classmethod
-    def allocate(cls, spec: CacheSpec, l1_bytes: int, *, device: str | torch.device = "cpu") -> ArenaPool:
-        """As many whole units as fit into ``l1_bytes``. Raises ConfigError."""
-        layout = arena_layout(spec, l1_bytes)
+    def allocate(
+        cls, spec: CacheSpec, l1_bytes: int, *, rank: int | None = None, device: str | torch.device = "cpu"
+    ) -> ArenaPool:
+        """As many whole units as every rank can have of ``l1_bytes``. Raises ConfigError."""
+        described = spec.rank(rank)
+        layout = arena_layout(spec, l1_bytes, stage=described.stage)
         place = checked_device(device)
         try:
             with torch.inference_mode(mode=False):  # as in L1Pool
                 memory = torch.zeros(layout.size_bytes, dtype=torch.uint8, device=place)
         except (RuntimeError, MemoryError) as error:
             raise ConfigError("l1_bytes", l1_bytes, f"no more than {place} has memory for: {error}") from error
-        pool = cls.adopt(spec, {group: _views(spec, layout, memory, group) for group in range(len(spec.groups))})
+        views = {
+            index: _views(group, layout, memory, index, page_tokens=spec.page_tokens)
+            for index, group in enumerate(described.groups)
+            if group is not None
+        }
+        pool = cls.adopt(spec, views, rank=rank)
         assert isinstance(pool, ArenaPool)
-        pool.layout, pool.memory = layout, memory
+        pool.layout, pool.memory, pool.l1_bytes = layout, memory, l1_bytes
         return pool
 
 
 def open_l1(spec: CacheSpec, *, rank: int, pages: int, state_slots: int, size_bytes: int, device: str) -> L1Pool:
     """An L1 of ``pages`` and ``state_slots`` for each group, or of ``size_bytes`` for all. Raises ConfigError."""
     if size_bytes:
-        if spec.rank_count > 1:
-            raise ConfigError("l1_bytes", size_bytes, f"0: {spec.rank_count} ranks share l1_pages and l1_state_slots")
         for setting, value in (("l1_pages", pages), ("l1_state_slots", state_slots)):
             if value:
                 raise ConfigError(setting, value, f"0 with l1_bytes = {size_bytes}, which all groups share as needed")
-        return ArenaPool.allocate(spec, size_bytes, device=device)
+        return ArenaPool.allocate(spec, size_bytes, rank=rank, device=device)
     if spec.has_state and state_slots < 1:
         raise ConfigError("l1_state_slots", state_slots, "at least 1, since the model has state groups, or l1_bytes")
     return L1Pool(spec, rank=rank, pages=pages, state_slots=state_slots, device=device)
 
 
-def _views(spec: CacheSpec, layout: ArenaLayout, memory: torch.Tensor, index: int) -> Any:  # as L1Pool.adopt takes them
-    group = spec.groups[index]
+def _views(
+    group: Group, layout: ArenaLayout, memory: torch.Tensor, index: int, *, page_tokens: int
+) -> Any:  # as L1Pool.adopt takes them
     count, stride_bytes = layout.slot_counts[index], layout.stride_bytes(index)
     if isinstance(group, PagedGroup):
-        shape = (len(group.layers), count, *page_shape(group, spec.page_tokens))
+        shape = (len(group.layers), count, *page_shape(group, page_tokens))
         return _slots(memory, group.dtype, shape, stride_bytes=stride_bytes, offset_bytes=0)
     offsets, _ = field_offsets(group)
     return {

@@ -9,6 +9,7 @@ import selectors
 import socket
 import time
 from dataclasses import dataclass, field
+from functools import reduce
 
 import msgspec
 
@@ -22,6 +23,7 @@ from hicache.ranks.messages import (
     Garbage,
     Hello,
     Refused,
+    decoded,
     frame,
 )
 from hicache.ranks.settings import Ranks, listen, stop_listening
@@ -35,16 +37,15 @@ _LOG = logging.getLogger(__name__)
 
 
 def gather(ranks: Ranks, own: Hello, *, missing: set[int]) -> tuple[dict[int, Link], Hello]:
-    """Links to the ``missing`` ranks, by rank, when each has said a hello that fits ``own``; and the hello of all of
-    them, which has the slots of groups that the leader's own stage lacks.
+    """Links to the ``missing`` ranks, by rank, when each has said a hello that fits ``own`` and all others; and what
+    all have said together: also the slots of groups that one stage lacks and another has.
 
     Afterwards nobody can connect any more. Raises ConfigError naming who has not come within ``start_timeout_s``.
     """
     listener = listen(ranks, backlog=STRANGERS_MAX + len(missing))
     try:
         with _Gathering(listener, ranks, own, missing) as gathering:
-            links = gathering.run(until_s=time.monotonic() + ranks.start_timeout_s)
-            return links, gathering.common
+            return gathering.run(until_s=time.monotonic() + ranks.start_timeout_s)
     finally:
         stop_listening(ranks, listener)
 
@@ -53,15 +54,15 @@ def gather(ranks: Ranks, own: Hello, *, missing: set[int]) -> tuple[dict[int, Li
 class _Guest:
     link: Link
     until_s: float
-    rank: int | None = None  # once it has been taken
+    hello: Hello | None = None  # once it has been taken
 
 
 @dataclass(slots=True)
 class _Gathering:
     listener: socket.socket
     ranks: Ranks
-    common: Hello  # what all that were taken so far have said
-    missing: set[int]
+    own: Hello
+    wanted: set[int]
     guests: dict[_Guest, None] = field(default_factory=dict)  # strangers and those that were taken, oldest first
     refusals: list[str] = field(default_factory=list)
     selector: selectors.BaseSelector = field(default_factory=selectors.DefaultSelector)
@@ -77,47 +78,63 @@ class _Gathering:
             self._drop(guest)
         self.selector.close()
 
-    def run(self, *, until_s: float) -> dict[int, Link]:
+    @property
+    def missing(self) -> set[int]:
+        """Ranks that are still to come."""
+        return self.wanted - self._taken().keys()
+
+    @property
+    def common(self) -> Hello:
+        """What all that were taken so far have said."""
+        return reduce(_joined, (guest.hello for guest in self.guests if guest.hello is not None), self.own)
+
+    def run(self, *, until_s: float) -> tuple[dict[int, Link], Hello]:
         """See ``gather``."""
         while self.missing:
             now_s = time.monotonic()
             if now_s >= until_s:
                 raise self._too_late()
-            deadlines = [guest.until_s for guest in self.guests if guest.rank is None]
+            deadlines = [guest.until_s for guest in self._strangers()]
             for key, _ in self.selector.select(min([until_s, *deadlines]) - now_s):
                 if key.data is None:
                     self._accept()
                 elif key.data in self.guests:
                     self._hear(key.data)
-            for guest in [guest for guest in self.guests if guest.rank is None and guest.until_s <= time.monotonic()]:
+            for guest in [guest for guest in self._strangers() if guest.until_s <= time.monotonic()]:
                 self._drop(guest)
-        links = {guest.rank: guest.link for guest in self.guests if guest.rank is not None}
-        for guest in [guest for guest in self.guests if guest.rank is not None]:
+        common, taken = self.common, self._taken()
+        for guest in taken.values():
             self.selector.unregister(guest.link)
             del self.guests[guest]
-        return links
+        return {rank: guest.link for rank, guest in taken.items()}, common
+
+    def _taken(self) -> dict[int, _Guest]:
+        return {guest.hello.rank: guest for guest in self.guests if guest.hello is not None}
+
+    def _strangers(self) -> list[_Guest]:
+        return [guest for guest in self.guests if guest.hello is None]
 
     def _accept(self) -> None:
         try:
             connection, _ = self.listener.accept()
         except OSError:  # it has gone already, or there is no descriptor for it: the next one may do better
             return
-        now_s = time.monotonic()
-        guest = _Guest(Link(connection, FrameReader(bytes_max=HELLO_BYTES_MAX), now_s=now_s), now_s + HELLO_TIMEOUT_S)
+        link = Link(connection, FrameReader(bytes_max=HELLO_BYTES_MAX))
+        guest = _Guest(link, time.monotonic() + HELLO_TIMEOUT_S)
         self.guests[guest] = None
         self.selector.register(guest.link, selectors.EVENT_READ, guest)
-        strangers = [guest for guest in self.guests if guest.rank is None]
+        strangers = self._strangers()
         if len(strangers) > STRANGERS_MAX:
             self._drop(strangers[0])
 
     def _hear(self, guest: _Guest) -> None:
         try:
-            for payload in guest.link.receive(time.monotonic()):
-                message = LEADER_DECODER.decode(payload)
-                if guest.rank is not None or not isinstance(message, Hello):
+            for payload in guest.link.receive():
+                message = decoded(LEADER_DECODER, payload)
+                if guest.hello is not None or not isinstance(message, Hello):
                     raise Garbage("one hello is all that a worker says before it is greeted")
                 self._greet(guest, message)
-        except (LinkBroken, Garbage, UsageError, msgspec.MsgspecError) as error:
+        except (LinkBroken, Garbage, UsageError) as error:
             _LOG.info("a connection to the ranks' socket was dropped: %s", error)
             self._drop(guest)
 
@@ -126,9 +143,7 @@ class _Gathering:
         if not differences and hello.rank not in self.missing:
             differences = [f"rank {hello.rank}: this leader waits for ranks {sorted(self.missing)}"]
         if not differences:
-            guest.rank = hello.rank
-            self.missing.discard(hello.rank)
-            self.common = _joined(self.common, hello)
+            guest.hello = hello
             return
         reason = "; ".join(differences[:_DIFFERENCES_MAX])
         _LOG.warning("rank %d is refused: %s", hello.rank, reason)
@@ -141,8 +156,6 @@ class _Gathering:
         with contextlib.suppress(KeyError, ValueError):
             self.selector.unregister(guest.link)
         guest.link.close()
-        if guest.rank is not None:
-            self.missing.add(guest.rank)
 
     def _too_late(self) -> ConfigError:
         refusals = "".join(f"; {refusal}" for refusal in self.refusals)
@@ -160,19 +173,23 @@ def _differences(common: Hello, hello: Hello) -> list[str]:
     if not hmac.compare_digest(common.token.encode(), hello.token.encode()):
         return ["token: it is not that of the leader"]
     differing = differing_fields(common.descriptor, hello.descriptor)
-    if differing:
+    if differing or not common.l1_slots:
         return differing
     for name in ("l1_slots", "l2_slots"):
         ours, theirs = getattr(common, name), getattr(hello, name)
-        if any(ours) != any(theirs) or any(a != b for a, b in zip(ours, theirs, strict=True) if a and b):
+        are_alike = len(ours) == len(theirs) and all(a == b for a, b in zip(ours, theirs, strict=True) if a and b)
+        if any(ours) != any(theirs) or not are_alike:
             differing.append(f"{name}: {ours!r} != {theirs!r}")
-    if common.has_l3 != hello.has_l3:
-        differing.append(f"has_l3: {common.has_l3} != {hello.has_l3}")
+    for name in ("l1_bytes", "has_l3"):
+        if getattr(common, name) != getattr(hello, name):
+            differing.append(f"{name}: {getattr(common, name)} != {getattr(hello, name)}")
     return differing
 
 
 def _joined(common: Hello, hello: Hello) -> Hello:
     """Slots that some rank has: 0 stands for a group of another pipeline stage."""
+    if not common.l1_slots:
+        return hello
     return msgspec.structs.replace(
         common,
         l1_slots=tuple(map(max, common.l1_slots, hello.l1_slots)),

@@ -48,8 +48,8 @@ class RankLinks:
     """
 
     def __init__(self, ranks: Ranks, links: dict[int, Link], common: Hello) -> None:
-        """``links``: to all ranks but this one; ``common``: what all have said of themselves."""
-        self.slots = common.l1_slots, common.l2_slots
+        """``links``: to all ranks but the leader's own; ``common``: what all have said of themselves."""
+        self.common = common
         self._copy_timeout_s = ranks.copy_timeout_s
         self._silence_timeout_s = ranks.silence_timeout_s
         self._on_complete: OnComplete = lambda rank, completion: None
@@ -151,18 +151,22 @@ class RankLinks:
                 peer.tick(now_s, silence_timeout_s=self._silence_timeout_s)
 
 
-def open_links(spec: CacheSpec, ranks: Ranks | None, *, l1: L1Pool, l2: L2Pool | None, has_l3: bool) -> RankLinks:
-    """Links to the other ranks of ``spec``, when all of them have come; none, and no thread, where there is one rank.
+def open_links(
+    spec: CacheSpec, ranks: Ranks | None, *, l1: L1Pool | None, l2: L2Pool | None, has_l3: bool
+) -> RankLinks:
+    """Links to the other ranks of ``spec``, when all of them have come; none, and no thread, where there is none.
 
-    Raises ConfigError naming the ranks that have not come in time, and why others were refused.
+    Without ``l1`` the leader has no rank: rank 0 is one of the others. Raises ConfigError naming the ranks that have
+    not come in time, and why others were refused.
     """
-    if ranks is None and spec.rank_count > 1:
+    missing = set(range(0 if l1 is None else 1, spec.rank_count))
+    if ranks is None and missing:
         raise ConfigError("ranks", ranks, f"where the other ranks of {spec.rank_count} find this one: Ranks(address)")
     settings = ranks or Ranks("unix:///unused")
     own = hello_of(spec, rank=0, token=settings.token, l1=l1, l2=l2, has_l3=has_l3)
-    if spec.rank_count == 1:
+    if not missing:
         return RankLinks(settings, {}, own)
-    return RankLinks(settings, *gather(settings, own, missing=set(range(1, spec.rank_count))))
+    return RankLinks(settings, *gather(settings, own, missing=missing))
 
 
 def _is_late(job: _OpenJob, now_s: float) -> bool:

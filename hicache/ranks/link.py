@@ -20,13 +20,12 @@ class LinkBroken(Exception):
 class Link:
     """``send`` from any thread; everything else from the thread of the loop that watches it."""
 
-    def __init__(self, connection: socket.socket, reader: FrameReader, *, now_s: float) -> None:
+    def __init__(self, connection: socket.socket, reader: FrameReader) -> None:
         """Takes the socket over."""
         connection.setblocking(False)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self.reader = reader
-        self.heard_at_s = now_s
         self.on_backlog: Callable[[], None] = lambda: None  # called when ``send`` has left something to ``flush``
         self._socket = connection
         self._lock = threading.Lock()
@@ -66,7 +65,7 @@ class Link:
             if self._unsent and not self._is_closed:
                 del self._unsent[: self._sent(self._unsent)]
 
-    def receive(self, now_s: float) -> Iterator[bytes]:
+    def receive(self) -> Iterator[bytes]:
         """The payloads that have come. Raises LinkBroken at the end of the stream, and Garbage."""
         try:
             received = self._socket.recv(_RECEIVE_BYTES)
@@ -76,7 +75,6 @@ class Link:
             raise LinkBroken(f"the connection failed: {error.strerror or error}") from error
         if not received:
             raise LinkBroken("the connection ended")
-        self.heard_at_s = now_s
         yield from self.reader.feed(received)
 
     def close(self) -> None:

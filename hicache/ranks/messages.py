@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Iterator
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import msgspec
 
@@ -25,8 +25,9 @@ class Hello(msgspec.Struct, frozen=True, tag=True):
     token: str
     rank: int
     descriptor: dict[str, Any]  # of FieldValue: msgspec cannot check a union of str and bytes
-    l1_slots: tuple[int, ...]
+    l1_slots: tuple[int, ...]  # none at all: of a leader without a rank, which takes what its ranks have
     l2_slots: tuple[int, ...]  # all zero: no L2
+    l1_bytes: int  # of an arena, from which its layout follows; 0: no arena
     has_l3: bool
 
 
@@ -61,6 +62,7 @@ class Farewell(msgspec.Struct, frozen=True, tag=True):
 ToLeader: TypeAlias = Hello | Done | Pulse | Farewell
 ToWorker: TypeAlias = Welcome | Refused | CopyJob | FetchJob | StoreJob | LookupJob | Pulse | Farewell
 Message: TypeAlias = ToLeader | ToWorker
+M = TypeVar("M", bound=Message)
 
 _ENCODER = msgspec.msgpack.Encoder()
 LEADER_DECODER = msgspec.msgpack.Decoder(ToLeader)
@@ -77,6 +79,14 @@ def frame(message: Message) -> bytes:
     if len(payload) > FRAME_BYTES_MAX:
         raise ValueError(f"a {type(message).__name__} of {len(payload)} bytes: a frame has {FRAME_BYTES_MAX} at most")
     return _LENGTH.pack(len(payload)) + payload
+
+
+def decoded(decoder: msgspec.msgpack.Decoder[M], payload: bytes) -> M:
+    """The message in a payload. Raises Garbage."""
+    try:
+        return decoder.decode(payload)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise Garbage(str(error)) from error
 
 
 class FrameReader:

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
-from typing import Generic, TypeVar
+from typing import Generic
 
 import msgspec
 
 from hicache.ranks.link import Link, LinkBroken
 from hicache.ranks.loop import LinkLoop
-from hicache.ranks.messages import FRAME_BYTES_MAX, Farewell, Garbage, Message, Pulse, frame
-
-M = TypeVar("M", bound=Message)
+from hicache.ranks.messages import FRAME_BYTES_MAX, Farewell, Garbage, M, Pulse, decoded, frame
 
 
 class Peer(Generic[M]):
@@ -29,13 +28,14 @@ class Peer(Generic[M]):
         on_message: Callable[[M], None],
         on_end: Callable[[str], None],
     ) -> None:
-        """``loop`` watches it until it is over."""
+        """``loop`` watches it until it is over. Its silence counts from here: before, it had nothing to say."""
         self._link = link
         self._loop = loop
         self._decoder = decoder
         self._on_message = on_message
         self._on_end = on_end
         self._is_over = False
+        self._heard_at_s = time.monotonic()
         self.said_farewell = False
         link.reader.bytes_max = FRAME_BYTES_MAX
         link.on_backlog = loop.wake
@@ -70,9 +70,10 @@ class Peer(Generic[M]):
 
     def on_readable(self, now_s: float) -> None:
         """See Watched."""
+        self._heard_at_s = now_s
         try:
-            for payload in self._link.receive(now_s):
-                message = self._decoder.decode(payload)
+            for payload in self._link.receive():
+                message = decoded(self._decoder, payload)
                 if isinstance(message, Farewell):
                     self.said_farewell = True
                     raise LinkBroken(f"it has closed the link: {message.reason}")
@@ -82,13 +83,13 @@ class Peer(Generic[M]):
                     return
         except LinkBroken as error:
             self.end(str(error))
-        except (Garbage, msgspec.MsgspecError) as error:
+        except Garbage as error:
             self.end(f"it says what is no message: {error}")
 
     def tick(self, now_s: float, *, silence_timeout_s: float) -> None:
         """Send a pulse; end the link when nothing was heard for too long. Loop only."""
-        if now_s - self._link.heard_at_s > silence_timeout_s:
-            self.end(f"it has been silent for {now_s - self._link.heard_at_s:.1f} s")
+        if now_s - self._heard_at_s > silence_timeout_s:
+            self.end(f"it has been silent for {now_s - self._heard_at_s:.1f} s")
         else:
             self.send(_PULSE)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import socket
 import stat
@@ -42,8 +43,8 @@ class Ranks:
             raise ConfigError("ranks.token", "", f"a secret of the replica: {self.address} can be reached by others")
         for setting in fields(self):
             value = getattr(self, setting.name)
-            if setting.name.endswith("_s") and not (isinstance(value, int | float) and value > 0):
-                raise ConfigError(f"ranks.{setting.name}", value, "seconds, more than 0")
+            if setting.name.endswith("_s") and not (isinstance(value, int | float) and 0 < value < math.inf):
+                raise ConfigError(f"ranks.{setting.name}", value, "seconds, more than 0 and finite")
 
     @property
     def endpoint(self) -> str | tuple[str, int]:
@@ -78,11 +79,11 @@ def listen(ranks: Ranks, *, backlog: int) -> socket.socket:
 
 
 def stop_listening(ranks: Ranks, listener: socket.socket) -> None:
-    """Close the socket, and take its file away."""
-    listener.close()
+    """Close the socket, and take its file away: first, since a file of a closed socket may be replaced by anybody."""
     if isinstance(endpoint := ranks.endpoint, str):
         with contextlib.suppress(OSError):
             os.unlink(endpoint)
+    listener.close()
 
 
 def connect(ranks: Ranks, *, until_s: float) -> socket.socket:

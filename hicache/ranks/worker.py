@@ -29,7 +29,8 @@ _CLOSE_TIMEOUT_S = 10.0
 
 
 class RankWorker:
-    """Every rank but the first. The engine computes in it, inside of ``step``; jobs run between steps by themselves.
+    """Every rank but the leader's own. The engine computes in it, inside of ``step``; between steps jobs run by
+    themselves.
 
     When the leader is gone, or has given this rank up, every wait ends, ``step`` raises RankLost, and L2 and L3 are
     given back; the process then has to be started again together with all others of the replica.
@@ -49,10 +50,10 @@ class RankWorker:
         """Over pools of the engine's own, such as ``L1Pool.adopt``. Connects to the leader, and waits for its word.
 
         Takes ``l2`` and ``l3`` over, but for when it raises: ConfigError when the leader does not answer in time, or
-        does not take this rank: it then says what differs.
+        does not take this rank: it then says what differs. Rank 0 is a worker where the leader has no rank.
         """
-        if not 1 <= rank < spec.rank_count:
-            raise ConfigError("rank", rank, f"1 to {spec.rank_count - 1}: rank 0 is the leader's own")
+        if l1.rank.rank != rank:
+            raise ConfigError("l1.rank", l1.rank.rank, f"a pool of rank {rank}, like the worker")
         self.spec = spec
         self.rank = rank
         self.l1 = l1
@@ -87,6 +88,7 @@ class RankWorker:
         leader: Ranks,
         l1_pages: int = 0,
         l1_state_slots: int = 0,
+        l1_bytes: int = 0,
         l2_bytes: int = 0,
         l2_state_share: float = 0.25,
         l3: str | None = None,
@@ -101,6 +103,7 @@ class RankWorker:
         settings = MemorySettings(
             l1_pages=l1_pages,
             l1_state_slots=l1_state_slots,
+            l1_bytes=l1_bytes,
             l2_bytes=l2_bytes,
             l2_state_share=l2_state_share,
             l3=l3,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -63,6 +65,36 @@ def test_br_149_groups_of_any_sizes_share_units_at_a_bounded_waste_or_are_refuse
     layout = arena_layout(spec, 1 << 26)
     for size, slots in zip(slot_bytes(spec), layout.slots_per_unit, strict=True):
         assert 0 <= 1 - size * slots / layout.unit_bytes <= PADDING_SHARE_MAX
+
+
+@pytest.mark.parametrize(
+    ("tp_size", "pp_layers"), [(2, None), (8, None), (4, (25, 23)), (1, (13, 11, 12, 12)), (2, (3, 45))]
+)
+def test_slots_and_units_are_the_same_on_all_stages_and_fit_into_each(
+    tp_size: int, pp_layers: tuple[int, ...] | None
+) -> None:
+    attention, states = QWEN3_NEXT
+    attention = dataclasses.replace(attention, layers=tuple(range(3, 48, 4)))
+    states = dataclasses.replace(states, layers=tuple(layer for layer in range(48) if layer % 4 != 3))
+    spec = CacheSpec("m", "r", (attention, states), tp_size=tp_size, pp_layers=pp_layers)
+    layouts = [arena_layout(spec, 8 * GIB, stage=stage) for stage in range(spec.pp_size)]
+    assert len({(layout.unit_count, layout.slots_per_unit) for layout in layouts}) == 1
+    assert max(layout.size_bytes for layout in layouts) > 8 * GIB - max(layout.unit_bytes for layout in layouts)
+    for stage, layout in enumerate(layouts):
+        assert layout.size_bytes <= 8 * GIB
+        for group, size in enumerate(slot_bytes(spec, stage=stage)):
+            assert size <= layout.stride_bytes(group)
+            assert layout.stride_bytes(group) % ALIGNMENT_BYTES == 0
+            assert layout.stride_bytes(group) * layout.slots_per_unit[group] == layout.unit_bytes
+            if not spec.rank(stage * tp_size).lacks(group):
+                assert size >= (1 - PADDING_SHARE_MAX) * layout.stride_bytes(group)
+
+
+def test_a_stage_whose_mixture_wastes_much_is_named() -> None:
+    groups = (PagedGroup("a", (0, 1, 2), 1, 16, "int8"), PagedGroup("b", (3, 4, 5), 1, 16, "int8"))
+    spec = CacheSpec("m", "r", (*groups, PagedGroup("c", (6, 7, 8, 9), 1, 16, "int8")), page_tokens=1, pp_layers=(4, 6))
+    with pytest.raises(ConfigError, match=r"'b' \(\d+ bytes\) in a unit of \d+ bytes of stage 0 waste 50%"):
+        arena_layout(spec, GIB)
 
 
 def test_groups_that_cannot_share_units_without_much_waste_are_refused_by_name_and_waste() -> None:

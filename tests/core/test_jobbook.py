@@ -43,6 +43,28 @@ def test_br_045_an_item_is_there_only_when_every_rank_has_it() -> None:
         assert [outcome.is_ok for outcome in done[0]] == [True, False, False]
 
 
+def test_jobs_end_when_every_rank_is_lost_and_those_that_follow_from_them_too() -> None:
+    book, done = JobBook(ranks=2), []
+    gone = (Outcome.UNAVAILABLE,) * 3
+
+    def again(outcomes: Outcomes) -> None:
+        done.append(outcomes)
+        emitted(book, done)
+
+    emitted(book, done)  # and not taken before the ranks are lost
+    book.lose(0)
+    book.lose(1)
+    assert done == [gone]
+    assert book.take() == []
+    book.emit(lookup, again)
+    book.emit(lambda job_id: CopyJob(job_id, CopyKind.RESET, (CopyItem(0, 0, 1),)), done.append)
+    assert book.has_emitted
+    assert book.take() == []
+    assert done == [gone, gone, (Outcome.OK,), gone]
+    assert book.open_count == 0
+    assert not book.has_emitted
+
+
 def test_a_lost_rank_answers_once_for_all_it_had_open_and_at_once_for_what_follows() -> None:
     book, done = JobBook(ranks=3), []
     ok, gone = (Outcome.OK,) * 3, (Outcome.UNAVAILABLE,) * 3

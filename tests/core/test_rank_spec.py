@@ -254,6 +254,11 @@ def test_what_cannot_be_shared_out_is_refused_with_its_value_the_limit_and_what_
         make()  # type: ignore[operator]
 
 
+def test_lists_as_configuration_files_give_them_are_the_same_as_tuples() -> None:
+    lists = CacheSpec("m", "r", [dataclasses.replace(ATTENTION, layers=[0, 3])], pp_layers=[2, 2])  # type: ignore[arg-type]
+    assert lists == CacheSpec("m", "r", (dataclasses.replace(ATTENTION, layers=(0, 3)),), pp_layers=(2, 2))
+
+
 def test_transient_fields_follow_the_ranks_and_no_slices() -> None:
     """A ring never leaves L1: slices that would not divide it are no reason to refuse."""
     ring = StateField("ring", (2, 6), "int8", transient=True, split=HeadSplit(1))

@@ -7,9 +7,11 @@ import os
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -19,6 +21,7 @@ from hypothesis import strategies as st
 from hicache.errors import ConfigError, StorageInUse
 from hicache.jobs import Completion, CopyItem, CopyJob, CopyKind, FetchJob, TransferItem
 from hicache.outcome import Outcome
+from hicache.ranks import gathering as gathering_module
 from hicache.ranks import link as link_module
 from hicache.ranks.gathering import gather
 from hicache.ranks.leader import RankLinks
@@ -51,9 +54,18 @@ def hello(rank: int = 1, **changes: object) -> Hello:
         descriptor={"model": "m", "page_tokens": 4, "window": None, "salt": b"x"},
         l1_slots=(8, 0),
         l2_slots=(4, 0),
+        l1_bytes=0,
         has_l3=True,
     )
     return msgspec.structs.replace(said, **changes)
+
+
+def nested(message: Hello | Done) -> bytes:
+    """A message with a field that nobody knows, of a hundred thousand arrays one in the other."""
+    payload = frame(message)[4:]
+    assert payload[0] & 0xF0 == 0x80, "a map of fewer than 16 fields"
+    payload = bytes([payload[0] + 1]) + payload[1:] + b"\xa4deep" + b"\x91" * 100_000 + b"\xc0"
+    return len(payload).to_bytes(4, "little") + payload
 
 
 @pytest.fixture
@@ -182,6 +194,8 @@ def test_a_worker_is_told_what_differs_and_may_come_again(ranks: Ranks, connect:
             "token: it is not that of the leader": hello(token="guess", descriptor={"model": "other"}),
             "l1_slots: (8, 0) != (9, 0)": hello(l1_slots=(9, 0)),
             "l2_slots: (4, 0) != (0, 0); has_l3: True != False": hello(l2_slots=(0, 0), has_l3=False),
+            "l1_slots: (8, 0) != (8, 0, 8)": hello(l1_slots=(8, 0, 8)),
+            "l1_bytes: 0 != 4096": hello(l1_bytes=4096),
             "rank 3: this leader waits for ranks [1, 2]": hello(3),
             "rank 0: this leader waits for ranks [1, 2]": hello(0),
         }
@@ -203,6 +217,31 @@ def test_a_worker_is_told_what_differs_and_may_come_again(ranks: Ranks, connect:
     assert not os.path.exists(str(ranks.endpoint)), "whoever comes later finds nobody"
 
 
+def test_a_leader_without_a_rank_takes_what_its_first_rank_has(ranks: Ranks, connect: Callable[[Ranks], Far]) -> None:
+    own = hello(0, l1_slots=(), l2_slots=(0, 0), has_l3=False)
+    with ThreadPoolExecutor(1) as pool:
+        gathered = pool.submit(gather, ranks, own, missing={0, 1})
+        far = connect(ranks)
+        far.say(hello(0, token="guess"))
+        assert far.hear() == Refused("token: it is not that of the leader")
+        mistaken = connect(ranks)
+        mistaken.say(hello(1, l1_slots=(9, 0)))
+        far = connect(ranks)
+        far.say(hello(0))
+        assert far.hear() == Refused("l1_slots: (9, 0) != (8, 0)")
+        mistaken.socket.close()  # to be started again with what is right
+        stranger = connect(ranks)
+        stranger.say(Pulse())
+        assert stranger.hear() is None, "by then the leader has seen who has gone"
+        for rank in (0, 1):
+            connect(ranks).say(hello(rank))
+        links, common = gathered.result(WAIT_S)
+    assert sorted(links) == [0, 1]
+    assert (common.l1_slots, common.l2_slots, common.has_l3) == ((8, 0), (4, 0), True)
+    for link in links.values():
+        link.close()
+
+
 def test_strangers_garbage_and_the_dying_disturb_nobody(ranks: Ranks, connect: Callable[[Ranks], Far]) -> None:
     with ThreadPoolExecutor(1) as pool:
         gathered = pool.submit(gather, ranks, hello(0), missing={1, 2})
@@ -217,6 +256,7 @@ def test_strangers_garbage_and_the_dying_disturb_nobody(ranks: Ranks, connect: C
             frame(Pulse()),
             frame(Done(Completion(1, ()))),
             frame(hello(descriptor={"model": [1, 2]})),
+            nested(hello()),
             frame(hello())[:-1] + b"\xc1",
             frame(hello(2)) + frame(Pulse()),  # nothing is said before the greeting
         ):
@@ -297,6 +337,18 @@ def test_jobs_go_out_in_order_and_each_answer_comes_back_once(leader: Leader) ->
     assert not leader.lost
 
 
+def test_a_rank_that_had_to_wait_for_the_others_is_not_thought_silent(
+    ranks: Ranks, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long_ago_s = time.monotonic() - 1000 * WAIT_S
+    monkeypatch.setattr(gathering_module, "time", SimpleNamespace(monotonic=lambda: long_ago_s))
+    leader = Leader(ranks)
+    assert leader.far.socket.recv(65536), "a pulse: the leader has looked for who is silent"
+    assert not leader.lost
+    assert leader.links.close()
+    leader.far.socket.close()
+
+
 @pytest.mark.parametrize(
     ("said", "reason"),
     [
@@ -305,6 +357,7 @@ def test_jobs_go_out_in_order_and_each_answer_comes_back_once(leader: Leader) ->
         ([Done(Completion(9, (Outcome.OK,)))], "job 9"),
         ([Done(Completion(1, (Outcome.OK,)))], "job 1 with 1 items"),
         ([Done(Completion(1, (Outcome.OK,) * 2)), Done(Completion(1, (Outcome.OK,) * 2))], "job 1"),
+        ([nested(Done(Completion(1, (Outcome.OK,) * 2)))], "no message"),
         ([hello()], "Hello out of turn"),
         ([Farewell("enough")], "enough"),
     ],
@@ -352,7 +405,7 @@ def test_what_a_slow_reader_leaves_waiting_arrives_whole(leader: Leader) -> None
 
 def test_a_link_that_was_closed_says_so() -> None:
     ours, theirs = socket.socketpair()
-    link = Link(ours, FrameReader(bytes_max=64), now_s=0.0)
+    link = Link(ours, FrameReader(bytes_max=64))
     link.close()
     link.close()
     with pytest.raises(link_module.LinkBroken, match="closed"):

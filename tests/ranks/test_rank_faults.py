@@ -16,6 +16,7 @@ from bench.rank_replica import compute_in_step, ranks_in
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy
 from hicache.ranks.worker import RankWorker
 from hicache.spec import CacheSpec
+from tests.client.support import wait_until
 from tests.ranks import faults
 from tests.ranks.conftest import PAGE, MakeReplica, prompt, spec_of
 
@@ -255,6 +256,28 @@ def test_a_worker_whose_leader_dies_ends_its_waits_and_gives_its_memory_back(
     finally:
         leader.end()
         worker.end()
+
+
+def test_a_leader_that_is_closed_ends_the_waits_of_its_other_threads(make: MakeReplica, tmp_path: Path) -> None:
+    replica = make(TP2, l3=L3.format(tmp_path))
+    replica.on_one(1, faults.hold, "copies.backup", tmp_path)
+    request, _ = replica.restore(prompt(2))
+    replica.compute(request, prompt(2), 0)
+    answers: list[object] = []
+    waits = (
+        lambda: answers.append(replica.cache.flush(timeout_s=600)),
+        lambda: answers.append(replica.cache.wait_stored(request, timeout_s=600).tokens),
+    )
+    waiting = [threading.Thread(target=wait) for wait in waits]
+    for thread in waiting:
+        thread.start()
+    waiters = replica.cache._changed._waiters  # type: ignore[attr-defined]
+    wait_until(lambda: len(waiters) == 2, timeout_s=20, what="both threads to wait")
+    replica.cache.close()
+    for thread in waiting:
+        thread.join(20)
+    faults.let_go("copies.backup", tmp_path)
+    assert sorted(map(repr, answers)) == ["0", "False"]
 
 
 def test_nothing_is_left_of_a_replica_that_was_closed(make: MakeReplica, tmp_path: Path) -> None:
