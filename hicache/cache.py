@@ -15,6 +15,7 @@ from hicache.executor import Executor
 from hicache.keys import BlockKeys, FieldValue, Tokens, token_array
 from hicache.l3 import L3
 from hicache.loader import Load
+from hicache.policies import policy_of
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy, write_policy_of
@@ -61,7 +62,8 @@ class HiCache:
         self.l1 = l1
         self.l2 = l2
         self.l3 = l3
-        self._prefetch_policy = prefetch or PrefetchPolicy()
+        self._prefetch_policy = policy_of("prefetch", prefetch, PrefetchPolicy)
+        snapshot_policy = policy_of("snapshot_policy", snapshot_policy, SnapshotPolicy)
         self._salt = salt
         self._clock = clock
         self._keys = BlockKeys(spec.namespace, page_tokens=spec.page_tokens, key_hash=spec.key_hash)
