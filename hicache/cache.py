@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from types import TracebackType
@@ -15,14 +13,15 @@ from hicache.connect import CAPACITY_BYTES_DEFAULT
 from hicache.directory import Directory, DirectoryConfig
 from hicache.errors import ConfigError, UsageError
 from hicache.executor import Executor
-from hicache.jobs import Completion, Job
 from hicache.keys import BlockKeys, FieldValue, Tokens, token_array
 from hicache.l3 import L3
 from hicache.loader import Load
+from hicache.policies import policy_of
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy, write_policy_of
 from hicache.pools import L1Pool, L2Pool
+from hicache.pump import Pump
 from hicache.rank_memory import MemorySettings, RankMemory
 from hicache.ranks.leader import open_links
 from hicache.ranks.settings import Ranks
@@ -70,20 +69,17 @@ class HiCache:
         self._l1 = l1
         self.l2 = l2
         self.l3 = l3
-        self._prefetch_policy = prefetch or PrefetchPolicy()
+        self._prefetch_policy = policy_of("prefetch", prefetch, PrefetchPolicy)
+        snapshot_policy = policy_of("snapshot_policy", snapshot_policy, SnapshotPolicy)
         self._salt = salt
         self._clock = clock
         self._keys = BlockKeys(spec.namespace, page_tokens=spec.page_tokens, key_hash=spec.key_hash)
-        self._changed = threading.Condition(threading.RLock())
-        self._inbox: deque[Callable[[], None]] = deque()  # what the directory has to be told
-        self._jobs: deque[Job] = deque()
-        self._pumping = False
         self._closed = False
         self._executor: Executor | None = None
         with ExitStack() as undo:
             if l1 is not None:
                 self._executor = Executor(
-                    spec, l1, l2, l3, on_complete=lambda done: self._on_complete(0, done), copies=copies
+                    spec, l1, l2, l3, on_complete=lambda done: self._pump.complete(0, done), copies=copies
                 )
                 undo.callback(self._executor.close)
             self._links = open_links(spec, ranks, l1=l1, l2=l2, has_l3=l3 is not None)
@@ -102,7 +98,9 @@ class HiCache:
                 spec, config, write_policy=write_policy_of(write_policy), snapshot_policy=snapshot_policy
             )
             undo.pop_all()
-        self._links.start(on_complete=self._on_complete, on_lost=self._on_lost)
+        self._pump = Pump(self._directory, self._executor, self._links, clock=clock)
+        self._changed = self._pump.changed
+        self._links.start(on_complete=self._pump.complete, on_lost=self._pump.lose)
 
     @classmethod
     def open(
@@ -246,7 +244,7 @@ class HiCache:
             if record.prefetch is None:
                 request.prefetch_deadline_s = self._clock() + patience_s
                 self._directory.prefetch(record)
-                self._pump()
+                self._pump.pump()
 
     def wait(self, request: Request) -> bool:
         """Wait for the prefetch as its mode says, never past its deadline. Returns whether it is settled."""
@@ -270,24 +268,22 @@ class HiCache:
         """
         with self._changed:
             record = self._record_of(request)
-            if not self._within(timeout_s, lambda patient: self._is_loaded(record, patient=patient)):
+            if not self._pump.attempt(lambda patient: self._is_loaded(record, patient), timeout_s=timeout_s):
                 return None
             pages = record.loaded_pages
             assert pages is not None, "a load that is done has a length"
             return Restored(pages * self.spec.page_tokens, dict(record.by_source))
 
-    def _is_loaded(self, record: RequestRecord, *, patient: bool) -> bool:
+    def _is_loaded(self, record: RequestRecord, patient: bool) -> bool:
         """Load, and wait for the copies; False when L1 has no room, or they have not ended in time."""
         until_s = time.monotonic() + self._links.load_timeout_s
-        while (progress := self._load(record, patient=patient)) is Load.STARTED:
-            self._pump()
+        self._check_open()
+        while (progress := self._directory.load(record, patient=patient)) is Load.STARTED:
+            self._pump.pump()
             if record.loading and not self._changed.wait(until_s - time.monotonic()):
                 return False
+            self._check_open()
         return progress is Load.DONE
-
-    def _load(self, record: RequestRecord, *, patient: bool) -> Load:
-        self._check_open()
-        return self._directory.load(record, patient=patient)
 
     def extend(self, request: Request, *, tokens: int, timeout_s: float = 0.0) -> bool:
         """Make the page tables cover ``tokens`` tokens. False, and nothing changed, when L1 has no room.
@@ -296,25 +292,11 @@ class HiCache:
         """
         with self._changed:
             record = self._record_of(request)
-            return self._within(
-                timeout_s, lambda patient: self._directory.extend(record, tokens=tokens, patient=patient)
-            )
+            return self._pump.attempt(lambda patient: self._is_extended(record, tokens, patient), timeout_s=timeout_s)
 
-    def _within(self, timeout_s: float, attempt: Callable[[bool], bool]) -> bool:
-        """Try again whenever something has changed, until it works or the time is over.
-
-        The attempts are patient (see ``Directory.extend``) but for the last one.
-        """
-        deadline_s = self._clock() + timeout_s
-        while True:
-            self._check_open()
-            left_s = deadline_s - self._clock()
-            is_done = attempt(left_s > 0)
-            if self._directory.has_jobs:  # else waking others would only make them try, and wake us
-                self._pump()
-            if is_done or left_s <= 0:
-                return is_done
-            self._changed.wait(left_s)
+    def _is_extended(self, record: RequestRecord, tokens: int, patient: bool) -> bool:
+        self._check_open()
+        return self._directory.extend(record, tokens=tokens, patient=patient)
 
     def append(self, request: Request, tokens: Tokens) -> None:
         """The sequence goes on with ``tokens`` (decoded ones, or more of the prompt)."""
@@ -336,7 +318,7 @@ class HiCache:
             stop = self._directory.next_state_stop(
                 self._record_of(request), computed=computed, until=until, ends_at=ends_at
             )
-            self._pump()
+            self._pump.pump()
             return stop
 
     def state_moved(self, request: Request) -> None:
@@ -376,24 +358,20 @@ class HiCache:
                 state_pending=state_pending,
                 donate=donate,
             )
-            self._pump()
+            self._pump.pump()
 
     def wait_stored(self, request: Request, *, timeout_s: float) -> Stored:
         """Wait until L3 has acknowledged what was stored of a loaded request, for another engine to go on from.
 
         Asks L3 what it still has of that, and writes down again what it has not, for whatever reason, as long as that
-        brings anything. Waits up to ``timeout_s``, and no longer than something of the request is on its way.
+        brings anything. Waits up to ``timeout_s``, and no longer than something of the request is on its way, or waits
+        for what others store to leave L2.
         """
-        deadline_s = self._clock() + timeout_s
         with self._changed:
             self._check_open()
             handover = self._directory.hand_over(self._record_of(request))
-            result, before, is_over = handover.result, None, False
-            while result != before:
-                handover.write()
-                self._pump()
-                is_over = self._wait_while(lambda: handover.is_under_way, deadline_s=deadline_s)
-                result, before = handover.result, result
+            is_over = self._pump.attempt(lambda patient: handover.go_on(), timeout_s=timeout_s)
+            result = handover.result
             return Stored(result.pages_in_l3 * self.spec.page_tokens, is_over and result.is_complete)
 
     def step(self) -> int:
@@ -404,14 +382,14 @@ class HiCache:
         """
         with self._changed:
             self._check_open()
-            self._pump()
+            self._pump.pump()
             return self._directory.step()
 
     def release(self, request: Request) -> None:
         """The request is over, or given up at whatever point it was. Raises UsageError the second time."""
         with self._changed:
             self._directory.release(self._record_of(request))
-            self._pump()
+            self._pump.pump()
 
     # -- the cache ---------------------------------------------------------------------------------------------------
 
@@ -430,21 +408,12 @@ class HiCache:
             stored = -1
             while stored != (stored := self.stats.bytes_moved["store"]):  # as long as more is written each time
                 self._directory.flush()
-                self._pump()
-                if not self._wait_while(lambda: self._directory.open_jobs > 0, deadline_s=deadline_s):
+                self._pump.pump()
+                if not self._pump.wait_while(lambda: self._directory.open_jobs > 0, deadline_s=deadline_s):
                     return False
                 if self._directory.is_all_written:
                     return True
             return False
-
-    def _wait_while(self, is_under_way: Callable[[], bool], *, deadline_s: float) -> bool:
-        """False when it still is at the deadline."""
-        while is_under_way():
-            left_s = deadline_s - self._clock()
-            if left_s <= 0 or self._closed:
-                return False
-            self._changed.wait(left_s)
-        return True
 
     def close(self, *, flush_timeout_s: float = 5.0) -> None:
         """Give up what is under way, disconnect, and free L2. Idempotent. No tensor of ``l2`` may be used after.
@@ -456,7 +425,7 @@ class HiCache:
                 self.flush(timeout_s=flush_timeout_s)
             if self._closed:
                 return
-            self._closed = True
+            self._closed = self._pump.is_closed = True
             self._changed.notify_all()
         self._links.close()
         is_memory_ours = self._executor is None or self._executor.close()
@@ -480,36 +449,3 @@ class HiCache:
     def _check_open(self) -> None:
         if self._closed:
             raise UsageError("the cache has been closed")
-
-    def _on_complete(self, rank: int, completion: Completion) -> None:
-        """Called by the executor and the links, from any thread."""
-        self._inbox.append(lambda: self._directory.complete(completion, rank=rank))
-        with self._changed:
-            self._pump()
-
-    def _on_lost(self, rank: int, reason: str) -> None:
-        """Called by the links, from any thread."""
-        self._inbox.append(lambda: self._directory.lose_rank(rank, reason))
-        with self._changed:
-            self._pump()
-
-    def _pump(self) -> None:
-        """Tell the directory what is done and hand out what it wants next, until there is neither."""
-        if self._pumping:  # a job that was done at once: the loop below takes its completion
-            return
-        self._pumping = True
-        try:
-            while True:
-                while self._inbox:
-                    self._inbox.popleft()()
-                self._jobs.extend(self._directory.take_jobs())
-                if not self._jobs and not self._inbox:
-                    break
-                while self._jobs:  # one that is interrupted leaves the others for the next call
-                    job = self._jobs.popleft()
-                    self._links.submit(job)  # first: the other ranks work on it meanwhile
-                    if self._executor is not None:
-                        self._executor.submit(job)
-        finally:
-            self._pumping = False
-        self._changed.notify_all()

@@ -49,6 +49,8 @@ class DirectoryConfig:
             raise ConfigError("l2_slots", self.l2_slots, "room in L2, which L3 is reached through, or no L3")
         if any(self.l2_slots) and not all(self.l2_slots):
             raise ConfigError("l2_slots", self.l2_slots, "room for every group, since a page goes down whole, or no L2")
+        if not isinstance(self.double_buffering, bool):
+            raise ConfigError("double_buffering", self.double_buffering, "True or False")
         for name in ("prefetch_l2_share", "store_l2_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(name, getattr(self, name), "a share above 0 and at most 1")
@@ -209,6 +211,8 @@ class Directory:
         ``patient``: also when it has none but for what is about to be written down, which would be lost.
         """
         self._check_running(record)
+        if tokens < 0:
+            raise UsageError(f"tokens = {tokens}: expected 0 or more, from the start of the sequence")
         pages = -(-tokens // self.spec.page_tokens)
         taken: list[tuple[int, list[int]]] = []
         for group in self._paged_groups:
@@ -239,6 +243,8 @@ class Directory:
         double buffering the slots are prepared in which the request can go on from there.
         """
         self._check_running(record)
+        if not 0 <= computed <= until:
+            raise UsageError(f"computed = {computed}, until = {until}: expected 0 <= computed <= until, in tokens")
         return self._snapshots.next_stop(record, computed=computed, until=until, ends_at=ends_at)
 
     def state_moved(self, record: RequestRecord) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from hicache.index import Index
-from hicache.node import Node
+from hicache.node import Node, Tier
 from hicache.writer import Writer
 
 
@@ -35,16 +35,33 @@ class Handover:
         self._index = index
         self._writer = writer
         self._keys = keys
+        self._is_held_up = False  # for want of room in L2
+        self._written_at: HandedOver | None = None  # what there was when everything was last sent down
         self._is_asking = writer.confirm(reversed(list(self._nodes())), interval_s=0.0, on_answer=self._answered)
 
     def write(self) -> None:
         """Send down what is here and not below: by the write policy, for want of room, or since something failed."""
-        self._writer.send_down(self._nodes())
+        nodes = list(self._nodes())
+        self._is_held_up = self._writer.send_down(nodes) < len(nodes)
+
+    def go_on(self) -> bool:
+        """Write as long as that brings anything. Whether it is over: nothing is on its way that could bring more."""
+        if self._is_held_up:
+            self.write()
+        while not self.is_under_way:
+            if (result := self.result) == self._written_at:
+                return True
+            self._written_at = result
+            self.write()
+        return False
 
     @property
     def is_under_way(self) -> bool:
-        """Whether L3 has not answered yet, or something is on its way down."""
-        return self._is_asking or any(map(self._writer.is_under_way, self._nodes()))
+        """Whether L3 has not answered yet, something is on its way down, or waits for room that others are about to
+        leave in L2."""
+        if self._is_asking or (self._is_held_up and any(self._writer.under_way(Tier.L2))):
+            return True
+        return any(map(self._writer.is_under_way, self._nodes()))
 
     @property
     def result(self) -> HandedOver:

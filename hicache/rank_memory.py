@@ -29,10 +29,12 @@ class MemorySettings:
 
     def __post_init__(self) -> None:
         """Raises ConfigError for what a type checker would have refused, and for what contradicts itself."""
-        for name in ("l1_pages", "l1_state_slots", "l1_bytes", "l2_bytes"):
+        for name in ("l1_pages", "l1_state_slots", "l1_bytes", "l2_bytes", "l3_capacity_bytes"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < 0:
                 raise ConfigError(name, value, "a whole number of at least 0")
+        if not isinstance(self.l2_state_share, int | float):
+            raise ConfigError("l2_state_share", self.l2_state_share, "a fraction from 0 to 1")
         for name in ("l3", "token", "deployment", "device"):
             value = getattr(self, name)
             if not isinstance(value, str) and not (name == "l3" and value is None):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from hicache.arena import ArenaLayout
 from hicache.index import Index
 from hicache.node import Node, Tier
 from hicache.writer import Writer
@@ -45,6 +46,8 @@ class WriteAhead:
     def make_room(self, tier: Tier, group: int, count: int) -> bool:
         """Write down so much that ``count`` slots come free. Whether something that helps is under way."""
         self._write(tier, group, count)
+        if tier is Tier.L1 and (arena := self._index.arena) is not None:
+            self._write_units(arena.arena.layout, group, count)
         if tier is Tier.L1 and any(self._writer.under_way(Tier.L1)):
             return True
         return self._writer.is_storing and not self._writer.is_paused(Tier.L2)
@@ -80,6 +83,14 @@ class WriteAhead:
                 is_sent = self._copy_to_l2(entry.node) if tier is Tier.L1 else self._store_path(entry.node)
                 if not is_sent:
                     return
+
+    def _write_units(self, layout: ArenaLayout, group: int, count: int) -> None:
+        """What the group cannot have of its own, others pass on to it in whole units: write down as much of theirs."""
+        missing = count - self._index.written(Tier.L1, group) - self._writer.under_way(Tier.L1)[group]
+        units = -(-missing // layout.slots_per_unit[group])
+        for other, slots in enumerate(layout.slots_per_unit):
+            if units > 0 and other != group:
+                self._write(Tier.L1, other, self._index.written(Tier.L1, other) + units * slots)
 
     def _copy_to_l2(self, node: Node) -> bool:
         """Whether it is on its way. The last slots of L2 are for the way to L3, as long as that is open."""

@@ -124,7 +124,7 @@ class Writer:
     @property
     def is_storing(self) -> bool:
         """Whether something is on its way to L3."""
-        return bool(self._bound) or any(self._storing)
+        return any(self._storing) or (bool(self._bound) and any(self._copying))
 
     def is_paused(self, tier: Tier) -> bool:
         """Whether something has just failed on the way down from ``tier``."""

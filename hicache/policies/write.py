@@ -67,9 +67,9 @@ class WriteThroughSelective:
     ahead_share = 0.0
 
     def __init__(self, touches: int = 2, *, remembered_pages: int = 1 << 18) -> None:
-        if not 1 <= touches <= 100:
+        if type(touches) is not int or not 1 <= touches <= 100:
             raise ConfigError("touches", touches, "1 to 100 touches of a page before it is written down")
-        if not 1 <= remembered_pages <= 1 << 28:
+        if type(remembered_pages) is not int or not 1 <= remembered_pages <= 1 << 28:
             raise ConfigError("remembered_pages", remembered_pages, f"1 to {1 << 28} pages, of 32 bytes of memory each")
         self.touches = touches
         self._counts = TouchCounts(remembered_pages)
@@ -88,7 +88,7 @@ class WriteBack:
     evicted from L2, or is left when the cache is flushed or closed, to L3."""
 
     def __init__(self, *, ahead_share: float = 0.125) -> None:
-        if not 0 < ahead_share <= 0.5:
+        if type(ahead_share) not in (int, float) or not 0 < ahead_share <= 0.5:
             raise ConfigError("ahead_share", ahead_share, "a share of each pool above 0 and at most 0.5")
         self.ahead_share = ahead_share
 

@@ -10,6 +10,7 @@ import pytest
 
 from hicache.cache import HiCache
 from hicache.errors import ConfigError, StateNotCommitted, UsageError
+from hicache.policies.prefetch import PrefetchPolicy
 from hicache.sequence import Hit
 from hicache.spec import CacheSpec, Group
 from tests.core.memory_l3 import Objects
@@ -323,6 +324,13 @@ def test_a_request_of_another_cache_is_refused_and_nobody_is_disturbed(make: Mak
         ("token", b"x"),
         ("salt", "x"),
         ("device", "nowhere"),
+        ("l2_state_share", "half"),
+        ("l3_capacity_bytes", "1G"),
+        ("prefetch", "timeout"),
+        ("prefetch", PrefetchPolicy),
+        ("snapshot_policy", "every_page"),
+        ("snapshot_policy", {"ends": True}),
+        ("double_buffering", "yes"),
     ],
 )
 def test_a_setting_of_the_wrong_type_is_named(setting: str, value: object) -> None:

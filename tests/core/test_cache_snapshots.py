@@ -8,11 +8,11 @@ import pytest
 import torch
 
 from hicache.cache import HiCache
-from hicache.errors import ConfigError, StateNotCommitted
+from hicache.errors import ConfigError, StateNotCommitted, UsageError
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.spec import CacheSpec
 from tests.core.memory_l3 import Objects
-from tests.core.small_engine import ATTENTION, HYBRID, PAGE, STATE, SmallEngine, by_source, prompt
+from tests.core.small_engine import ATTENTION, HYBRID, PAGE, STATE, Make, SmallEngine, by_source, prompt
 from tests.engine.fakes import FaultyCopies
 
 NAN = float("nan")
@@ -191,3 +191,16 @@ def test_a_snapshot_policy_of_the_wrong_kind_is_named() -> None:
     spec = CacheSpec("m", "r", HYBRID, page_tokens=PAGE)
     with pytest.raises(ConfigError, match=r"snapshot_policy\.cap_per_path = 0"):
         HiCache.open(spec, l1_pages=4, l1_state_slots=4, snapshot_policy=SnapshotPolicy(cap_per_path=0))
+
+
+@pytest.mark.parametrize(("computed", "until"), [(-8, 8), (8, 4), (-100, -50)])
+def test_a_step_that_cannot_be_is_refused_when_asked_where_to_stop(computed: int, until: int, make: Make) -> None:
+    engine = make()
+    request = engine.cache.match(prompt(4))
+    assert engine.cache.load(request) is not None
+    with pytest.raises(UsageError, match=f"computed = {computed}, until = {until}: expected 0 <= computed <= until"):
+        engine.cache.next_state_stop(request, computed=computed, until=until)
+    with pytest.raises(UsageError, match="tokens = -1"):
+        engine.cache.extend(request, tokens=-1)
+    assert engine.cache.next_state_stop(request, computed=8, until=8) is None, "no step, no stop"
+    engine.cache.release(request)

@@ -194,3 +194,19 @@ def test_a_write_policy_that_is_none_is_refused_before_anything_is_opened() -> N
     spec = CacheSpec("m", "r", (ATTENTION,), page_tokens=PAGE)
     with pytest.raises(ConfigError, match="write_around"):
         HiCache.open(spec, l1_pages=4, write_policy="write_around")
+
+
+def test_a_request_that_waits_for_a_copy_that_is_refused_at_once_does_not_wait_for_its_deadline(make: Make) -> None:
+    engine = make(ATTENTION, l1=8, l2=16, write_policy=WriteBack(ahead_share=0.05))
+    engine.serve(prompt(8))
+    wait_for_copies(engine)
+    engine.cache._executor.close()
+    waited: list[float | None] = []
+    engine.cache._changed.wait = lambda timeout=None: bool(waited.append(timeout))  # type: ignore[method-assign,func-returns-value]
+    request = engine.cache.match(prompt(7, seed=1))
+    engine.cache._directory.load(request._record)
+    engine.cache._directory.take_jobs()
+    assert engine.cache.extend(request, tokens=7 * PAGE, timeout_s=DEADLINE_S)
+    assert waited == []
+    assert engine.cache.stats.objects["backup.cancelled"] > 0
+    engine.cache.release(request)

@@ -9,6 +9,7 @@ from hicache.directory import DirectoryConfig
 from hicache.errors import ConfigError
 from hicache.jobs import CopyKind
 from hicache.node import Tier
+from hicache.policies.write import WriteBack
 from tests.core.situations import HYBRID, prompt
 from tests.core.world import PAGE, Live, World, shared
 
@@ -135,3 +136,19 @@ def test_while_units_are_scarce_pages_live_on_what_shares_a_unit_with_pages_in_u
 def test_slot_counts_that_are_not_the_arena_s_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"l1_slots = \(3, 3\): expected \(8, 4\)"):
         DirectoryConfig((3, 3), (0, 0), l1_arena=shared(HYBRID, units=4, slots_per_unit=(2, 1)))
+
+
+def test_under_write_back_a_state_that_takes_units_of_pages_waits_until_they_are_written() -> None:
+    """Its own group has nothing to write down: what has to be written lies in the way of it."""
+    world = World(HYBRID, l1=0, l2=20, arena=shared(HYBRID, units=8, slots_per_unit=(2, 1)), policy=WriteBack)
+    cached(world, prompt(7, seed=1))
+    cached(world, prompt(6, seed=2))
+    world.run_all()
+    assert arena_of(world).free_units == 1
+    for seed in range(3, 9):
+        live = world.open(prompt(0, seed=seed))
+        world.load_whole(live, patient=True)
+        assert live.record.is_loaded
+        world.check()
+    assert not world.directory.stats.tokens_lost
+    world.wind_up()

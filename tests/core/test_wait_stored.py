@@ -10,7 +10,7 @@ import pytest
 from hicache import Request, Stored
 from hicache.errors import UsageError
 from hicache.outcome import Outcome
-from tests.core.small_engine import PAGE, STATE, Make, SmallEngine, by_source, prompt
+from tests.core.small_engine import ATTENTION, PAGE, STATE, Make, SmallEngine, by_source, prompt
 
 DEADLINE_S = 20.0
 
@@ -166,4 +166,24 @@ def test_an_l3_that_cannot_say_what_it_has_is_believed_what_it_has_acknowledged(
     engine.l3.gates["lookup"].clear()
     assert engine.cache.wait_stored(request, timeout_s=0.01) == Stored(2 * PAGE, is_complete=False), "it may answer yet"
     engine.l3.gates["lookup"].set()
+    engine.cache.release(request)
+
+
+@pytest.mark.parametrize("policy", ["write_through", "write_through_selective", "write_back"])
+def test_a_wait_that_finds_l2_full_of_what_others_are_storing_goes_on_when_that_is_stored(
+    policy: str, make: Make
+) -> None:
+    engine = make(ATTENTION, l2=4, objects={}, write_policy=policy)
+    assert engine.l3 is not None
+    engine.l3.gates["put"].clear()
+    other = begin(engine, prompt(4))
+    assert engine.cache.wait_stored(other, timeout_s=0.01) == Stored(0, is_complete=False)
+    request = begin(engine, prompt(3, seed=1))
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(engine.cache.wait_stored, request, timeout_s=DEADLINE_S)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.05)
+        engine.l3.gates["put"].set()
+        assert waiting.result(DEADLINE_S) == Stored(3 * PAGE, is_complete=True)
+    engine.cache.release(other)
     engine.cache.release(request)

@@ -120,6 +120,10 @@ def test_anything_else_is_refused_with_what_would_be_right(choice: object) -> No
         (lambda: WriteBack(ahead_share=0.6), "ahead_share"),
         (lambda: WriteThroughSelective(0), "touches"),
         (lambda: WriteThroughSelective(101), "touches"),
+        (lambda: WriteThroughSelective(1.5), "touches"),
+        (lambda: WriteThroughSelective("2"), "touches"),
+        (lambda: WriteThroughSelective(remembered_pages=1e6), "remembered_pages"),
+        (lambda: WriteBack(ahead_share="0.1"), "ahead_share"),
         (lambda: WriteThroughSelective(remembered_pages=0), "remembered_pages"),
     ],
 )
