@@ -131,18 +131,18 @@ class ChunkSpace:
         with self._lock:
             self._content.objects -= len(removed)
             self._content.payload_bytes -= sum(record.size_bytes for _, record in records)
-            unread = [record.chunk_ids for key, record in records if not self._is_read(key, record.chunk_ids)]
-            if unread:
-                self._release(np.concatenate(unread))
+            free = [record.chunk_ids for key, record in records if not self._leave_to_readers(key, record.chunk_ids)]
+            if free:
+                self._release(np.concatenate(free))
 
     def moved(self, key: bytes, chunk_ids: ChunkIdArray) -> None:
         """The committed record of ``key`` names other chunks than these."""
         with self._lock:
-            if not self._is_read(key, chunk_ids):
+            if not self._leave_to_readers(key, chunk_ids):
                 self._release(chunk_ids)
 
-    def _is_read(self, key: bytes, chunk_ids: ChunkIdArray) -> bool:
-        """Whether somebody may be reading these chunks; then they are free when he is done."""
+    def _leave_to_readers(self, key: bytes, chunk_ids: ChunkIdArray) -> bool:
+        """Whether somebody may be reading these chunks: then the last of them frees them."""
         if key not in self._readers:
             return False
         self._unread.setdefault(key, []).append(chunk_ids)

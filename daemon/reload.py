@@ -26,8 +26,8 @@ async def resize_when_asked(asked: asyncio.Event, *, reread: Callable[[], Daemon
         while True:
             await asked.wait()
             asked.clear()
-            job = resizing.submit(partial(_resize, reread, store))
             try:
+                job = resizing.submit(partial(_resize, reread, store))
                 capacity_bytes = await asyncio.wrap_future(job.future)
             except (ConfigError, BackendError, OSError) as error:
                 log.error("the capacity stays as it is", reason=str(error))

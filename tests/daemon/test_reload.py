@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -54,7 +55,19 @@ def test_a_changed_capacity_is_taken_at_sighup_and_a_wrong_one_is_not(start: Sta
     assert daemon.process.poll() is None
 
 
-def test_a_signal_that_ends_in_a_mistake_leaves_the_next_one_heard(daemon: ThreadedDaemon) -> None:
+def test_a_signal_that_finds_no_thread_or_ends_in_a_mistake_leaves_the_next_one_heard(
+    daemon: ThreadedDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    missing = ["hicached-resize-0"]
+    start = threading.Thread.start
+
+    def start_unless_missing(thread: threading.Thread) -> None:
+        if thread.name in missing:
+            missing.remove(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", start_unless_missing)
     tries = 0
 
     def reread() -> DaemonConfig:
