@@ -201,7 +201,7 @@ class Directory:
         live state slots then hold the snapshot of the boundary, or the empty state. ``patient``: see ``extend``.
         """
         self._check_not_released(record)
-        if self._jobs.has_lost and not record.is_loaded:
+        if self._jobs.has_lost and not (record.is_loaded or record.loading):
             record.prompt_pages = 0
         return self._loader.load(record, patient=patient)
 

@@ -71,7 +71,9 @@ def _function_of(described: Callable[..., object]) -> FunctionType:
 def _edited(edit: Edit, function: FunctionType) -> FunctionType:
     source = textwrap.dedent(inspect.getsource(function))
     assert source.count(edit.old) == 1, f"{edit.old!r} is {source.count(edit.old)} times in {function.__qualname__}"
-    source = "from __future__ import annotations\n" + source.replace("@staticmethod\n", "").replace(edit.old, edit.new)
+    source = "from __future__ import annotations\n" + source.replace("@staticmethod\n", "").replace(
+        "@property\n", ""
+    ).replace(edit.old, edit.new)
     made: dict[str, FunctionType] = {}
     exec(compile(source, f"<mutant of {function.__qualname__}>", "exec"), function.__globals__, made)
     return made[function.__name__]

@@ -216,3 +216,21 @@ def test_br_048_old_and_new_life_of_a_preempted_request_may_overlap_in_any_order
                 world.release(lives.pop())
             world.check()
         world.wind_up()
+
+
+def test_a_load_that_a_rank_has_done_before_it_dies_is_still_one_of_the_whole_prompt() -> None:
+    world = World((FULL, STATE), l1=12, l2=12, ranks=2)
+    world.serve(prompt(4))
+    evict_all(world, Tier.L1)
+    live = world.open(prompt(4))
+    world.load(live)
+    for position in reversed([at for at, task in enumerate(world.executor.waiting) if task.rank == 1]):
+        world.executor.run(position)
+    world.lose_rank(0)
+    assert not live.record.is_loaded
+    world.directory.load(live.record)
+    world.run_all()
+    assert live.record.loaded_pages == 4
+    assert live.record.shared_pages == 4
+    world.check()
+    world.wind_up()

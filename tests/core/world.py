@@ -70,7 +70,7 @@ class World(System):
         record = live.record
         was_loaded = record.is_loaded
         if not record.is_loaded and not record.loading:
-            live.usable_at_load = usable_pages(self, record.keys[: record.prompt_pages])
+            live.usable_at_load = usable_pages(self, record.keys[: record.prompt_pages], lost=frozenset(record.lost))
             live.is_cut_by_eviction = False
         evicted = sum(map(sum, self.directory.index.evicted))
         progress = self.directory.load(record, patient=patient)
