@@ -93,7 +93,7 @@ class Pump:
             done = is_done(left_s > 0)
             # Without jobs, waking others would only make them try, and wake us.
             has_changed = self._directory.has_jobs and self.pump()
-            if done or left_s <= 0:
+            if done or left_s <= 0 or self.is_closed:
                 return done
             if not has_changed:  # else a job was done, or refused, at once: nobody is going to wake us for that
                 self.changed.wait(left_s)

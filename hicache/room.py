@@ -167,10 +167,15 @@ class Room:
             return entry
         parked = self._parked[tier][group]
         for entry in parked:
-            if any(copy is not None and self.is_unwritten(copy) for copy in entry.node.entries[tier]):
+            if any(copy is not None and self._is_left_to_write(copy) for copy in entry.node.entries[tier]):
                 del parked[entry]
                 return entry
         return None
+
+    def _is_left_to_write(self, entry: Entry) -> bool:
+        node = entry.node
+        under_way = node.copying if entry.tier is Tier.L1 else node.storing
+        return self.is_unwritten(entry) and not under_way >> entry.group & 1
 
     def _is_nearest(self, entry: Entry) -> bool:
         """Whether it is the copy of a full-attention object that a hold on the page protects."""

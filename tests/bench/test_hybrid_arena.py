@@ -6,7 +6,19 @@ from dataclasses import replace
 
 import pytest
 
-from bench.hybrid_arena import L1_BYTES, SPEC, WORKLOADS, Row, simulate, slot_ns, split_of, unified
+from bench.hybrid_arena import (
+    L1_BYTES,
+    SPEC,
+    WORKLOADS,
+    Phase,
+    Row,
+    measure_fresh,
+    offered,
+    simulate,
+    slot_ns,
+    split_of,
+    unified,
+)
 from hicache.arena import slot_bytes
 
 
@@ -46,3 +58,13 @@ def test_neither_side_is_starved_where_requests_grow() -> None:
 @pytest.mark.parametrize("config", [unified(L1_BYTES), split_of(L1_BYTES, 0.5)], ids=["arena", "split"])
 def test_a_page_has_a_cost(config: object) -> None:
     assert slot_ns(config, rounds=2) > 0  # type: ignore[arg-type]
+
+
+def test_fresh_seeds_are_other_workloads_and_compare_with_the_best_split_of_each() -> None:
+    phases = [Phase(25, short_per_step=10), Phase(25, long_per_step=0.5)]
+    row = measure_fresh("brief", phases, seeds=(2, 3), shares=(0.3, 0.6))
+    assert 0 < row.unified_min <= row.unified <= 1
+    assert row.best_split in (0.3, 0.6)
+    assert row.best_split_served <= row.best_split_of_each + 0.001
+    assert 0 <= row.wins <= 2
+    assert next(iter(offered(phases, seed=2)))[0].keys != next(iter(offered(phases, seed=3)))[0].keys

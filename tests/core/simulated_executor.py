@@ -132,6 +132,7 @@ class SimulatedExecutor:
     def collect(self) -> None:
         """Take the jobs that the directory has emitted."""
         for job in self.directory.take_jobs():
+            assert job.items, "a job has something to do"
             for rank in self.left:
                 self.waiting.append(Task(rank, job, tuple(self._source(rank, job, item) for item in job.items)))
                 self._poison_targets(rank, job)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from hicache.index import Index
 from hicache.loader import Load
 from hicache.node import Node, Tier
 from hicache.room import Room
-from hicache.spec import Group
+from hicache.spec import CacheSpec, Group
 from tests.core.situations import HYBRID, evict_all, loaded_pages, prefetching, prompt, restore, slots_free
 from tests.core.world import FULL, MODELS, PAGE, STATE, WINDOW, World
 
@@ -259,3 +260,30 @@ def test_what_could_not_be_evicted_for_a_moment_is_again_the_first_to_go() -> No
     evict_all(world, Tier.L1)
     assert index.acquire(Tier.L2, 0, 6) is not None
     assert set(index.nodes) == set(world.page_keys(prompt(6, seed=1)))
+
+
+def test_a_page_whose_last_unwritten_object_is_on_its_way_down_is_not_written_again() -> None:
+    """Its attention is in L3 and waits for the page below it; its state is being copied to L2."""
+    spec = CacheSpec("m", "r", (FULL, STATE), page_tokens=PAGE)
+    index = Index(spec, ((2, 2), (4, 4)), has_l3=True, spares_unwritten=True)
+    keys = [b"first", b"second"]
+    for page in range(2):
+        node = index.obtain(keys, page)
+        (slot,) = index.acquire(Tier.L1, 0, 1) or []
+        index.publish(node, Tier.L1, 0, slot)
+        index.stored(node, 1)
+    first, second = (index.nodes[key] for key in keys)
+    (slot,) = index.acquire(Tier.L1, 1, 1) or []
+    state = index.publish(first, Tier.L1, 1, slot)
+    below = second.entries[Tier.L1][0]
+    assert below is not None
+    index.pin(below)  # so that nothing of the first page can go, and it is parked
+    assert index.acquire(Tier.L1, 0, 1) is None
+    with index.next_unwritten(Tier.L1, 0) as entry:
+        assert entry is not None, "its state is unwritten"
+        assert entry.node is first
+    assert index.acquire(Tier.L1, 0, 1) is None
+    first.copying = 1 << 1
+    index.pin(state)
+    with index.next_unwritten(Tier.L1, 0) as entry:
+        assert entry is None
