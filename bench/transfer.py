@@ -40,6 +40,11 @@ _ORDERS: dict[Layout, tuple[int, ...]] = {
     "page_first": (0, 2, 3, 1, 4, 5),  # token by token, each with all of its layers
     "page_first_direct": (0, 1, 2, 3, 4, 5),
 }
+_SHOWN = (
+    *("model", "pages", "layout", "l1", "backend", "direction", "extents"),
+    *("gbps", "limit_gbps", "of_limit", "per_call_us"),
+)
+_WIDTH = 130
 _GIGA = 1e9
 
 
@@ -176,11 +181,11 @@ def main(json_path: str | None, quick: bool) -> None:
         row for name in MODELS for pages in (1, SLOTS) for row in measure(name, pages=pages, repetitions=repetitions)
     ]
     table = Table(title="pages of 64 tokens: GB/s (10^9 bytes) of one thread, beside memcpy, median")
-    for name in asdict(rows[0]):
+    for name in _SHOWN:
         table.add_column(name.replace("_", " "))
     for row in rows:
-        table.add_row(*map(str, asdict(row).values()))
-    Console(stderr=json_path == "-").print(table)
+        table.add_row(*(str(getattr(row, name)) for name in _SHOWN))
+    Console(stderr=json_path == "-", width=_WIDTH).print(table)
     write_json({"rows": [asdict(row) for row in rows], "machine": machine_facts(load_before)}, json_path)
 
 

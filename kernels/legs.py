@@ -38,6 +38,7 @@ class Layers(list[torch.Tensor]):
         """Raises ValueError for tensors that differ in shape, dtype or device."""
         super().__init__(tensors)
         _check_alike(list(self))
+        self._in_words: dict[int, Layers] = {}
 
     @functools.cached_property
     def places(self) -> tuple[Integers, list[tuple[int, ...]]]:
@@ -45,6 +46,17 @@ class Layers(list[torch.Tensor]):
         strides = [layer.stride() for layer in self]
         addresses = np.array([layer.data_ptr() for layer in self])
         return addresses, strides[:1] if len(set(strides)) == 1 else strides
+
+    @functools.cached_property
+    def word_bytes(self) -> int:
+        """Of the widest integers in which all layers can be seen."""
+        return min(_word_bytes(layer) for layer in self)
+
+    def in_words(self, word_bytes: int) -> Layers:
+        """The same memory as integers of ``word_bytes``, no more than the property says; made once."""
+        if word_bytes not in self._in_words:
+            self._in_words[word_bytes] = Layers([layer.view(_WORDS[word_bytes]) for layer in self])
+        return self._in_words[word_bytes]
 
 
 class Leg(NamedTuple):
@@ -136,9 +148,17 @@ def layer_bytes(leg: Leg) -> int:
 
 def in_widest_words(leg: Leg) -> Leg:
     """The same memory as integers, the widest in which both sides can be seen."""
-    tensors = (*_tensors(leg.layered), leg.blocks)
-    word = _WORDS[max(size for size in _WORDS if all(_fits(tensor, size) for tensor in tensors))]
-    return Leg(_map_layers(leg.layered, lambda tensor: tensor.view(word)), leg.blocks.view(word))
+    layered, blocks = leg
+    layers_fit = layered.word_bytes if isinstance(layered, Layers) else _word_bytes(layered)
+    word_bytes = min(layers_fit, _word_bytes(blocks))  # what can be seen in wide words can be in narrower ones
+    word = _WORDS[word_bytes]
+    return Leg(
+        layered.view(word) if isinstance(layered, torch.Tensor) else layered.in_words(word_bytes), blocks.view(word)
+    )
+
+
+def _word_bytes(tensor: torch.Tensor) -> int:
+    return max(size for size in _WORDS if _fits(tensor, size))
 
 
 def as_words(layered: Layered) -> Layered:

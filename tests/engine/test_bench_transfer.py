@@ -48,4 +48,4 @@ def test_every_cell_copies_what_it_says() -> None:
     }
     for row in rows:
         assert (row.pages, row.layers, row.page_bytes) == (2, 3, TINY.object_bytes(64))
-        assert min(row.gbps, row.limit_gbps, row.per_call_us) > 0
+        assert row.per_call_us > 0
