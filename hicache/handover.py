@@ -36,7 +36,7 @@ class Handover:
         self._writer = writer
         self._keys = keys
         self._is_held_up = False  # for want of room in L2
-        self._written_at: HandedOver | None = None  # what there was when everything was last sent down
+        self._stored_before: int | None = None  # objects that L3 had taken when everything was last sent down
         self._is_asking = writer.confirm(reversed(list(self._nodes())), interval_s=0.0, on_answer=self._answered)
 
     def write(self) -> None:
@@ -45,13 +45,13 @@ class Handover:
         self._is_held_up = self._writer.send_down(nodes) < len(nodes)
 
     def go_on(self) -> bool:
-        """Write as long as that brings anything. Whether it is over: nothing is on its way that could bring more."""
+        """Write as long as L3 takes anything, which makes room. Whether it is over: nothing is on its way any more."""
         if self._is_held_up:
             self.write()
         while not self.is_under_way:
-            if (result := self.result) == self._written_at:
+            if self._writer.objects_stored == self._stored_before:
                 return True
-            self._written_at = result
+            self._stored_before = self._writer.objects_stored
             self.write()
         return False
 

@@ -122,6 +122,11 @@ class Writer:
         return self._copying if tier is Tier.L1 else self._storing
 
     @property
+    def objects_stored(self) -> int:
+        """Objects that L3 has taken since start."""
+        return self._stats.objects["store.ok"] + self._stats.objects["store.exists"]
+
+    @property
     def is_storing(self) -> bool:
         """Whether something is on its way to L3."""
         return any(self._storing) or (bool(self._bound) and any(self._copying))
