@@ -106,3 +106,12 @@ class ReferenceCopies:
         if self._l2 is None:
             raise UsageError("there is no L2 to copy from or to")
         return self._l2
+
+
+def copies_for(l1: L1Pool, l2: L2Pool | None) -> Copies:
+    """The copies of pools on the device of ``l1``. Raises ValueError for pools that kernels cannot copy between."""
+    if l1.device.type != "cuda":
+        return ReferenceCopies(l1, l2)
+    from hicache.kernel_copies import KernelCopies  # Triton is loaded only where its kernels run
+
+    return KernelCopies(l1, l2)
