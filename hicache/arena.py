@@ -63,7 +63,7 @@ def field_offsets(group: StateGroup) -> tuple[tuple[int, ...], int]:
 def slot_bytes(spec: CacheSpec) -> tuple[int, ...]:
     """Bytes of one slot by group, aligned: a page of all layers, or a state with its transient fields."""
     return tuple(
-        field_offsets(group)[1] if isinstance(group, StateGroup) else _aligned(group.object_bytes(spec.page_tokens))
+        field_offsets(group)[1] if isinstance(group, StateGroup) else _aligned(group.page_bytes(spec.page_tokens))
         for group in spec.groups
     )
 

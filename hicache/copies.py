@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from hicache.errors import UsageError
+from hicache.kernels.quantised_reference import dequantise_pages, quantise_pages
 from hicache.kernels.reference import (
     clear_states,
     copy_states,
@@ -63,12 +64,17 @@ class ReferenceCopies:
         self._l1 = l1
         self._l2 = l2  # its views are made for each call: none keeps the memory alive after the pool was closed
         groups = [(index, group) for index, group in enumerate(l1.rank.groups) if group is not None]
-        self._pages = {index: l1.page_parts(index) for index, group in groups if isinstance(group, PagedGroup)}
+        paged = {index: group for index, group in groups if isinstance(group, PagedGroup)}
+        self._pages = {index: l1.page_parts(index) for index, group in paged.items() if group.stored_dtype is None}
+        self._quantised = {index: l1.page_parts(index) for index in paged.keys() - self._pages.keys()}
         self._states = {index: l1.state_parts(index) for index, group in groups if isinstance(group, StateGroup)}
 
     def backup(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See Copies."""
         l2 = self._second_tier()
+        for part, pool in enumerate(self._quantised.get(group, ())):
+            pages, scales = l2.view(group, part), l2.scales(group, part)
+            quantise_pages(pool, pages, scales, sources=sources, targets=targets)
         for part, pool in enumerate(self._pages.get(group, ())):
             gather_pages(pool, l2.view(group, part), sources=sources, targets=targets)
         for part, fields in enumerate(self._states.get(group, ())):
@@ -77,6 +83,9 @@ class ReferenceCopies:
     def load(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See Copies."""
         l2 = self._second_tier()
+        for part, pool in enumerate(self._quantised.get(group, ())):
+            pages, scales = l2.view(group, part), l2.scales(group, part)
+            dequantise_pages(pages, scales, pool, sources=sources, targets=targets)
         for part, pool in enumerate(self._pages.get(group, ())):
             scatter_pages(l2.view(group, part), pool, sources=sources, targets=targets)
         for part, fields in enumerate(self._states.get(group, ())):

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+
+import torch
 
 from hicache.errors import UsageError
+from hicache.kernels.fp8_pages import dequantise_tiles, quantise_tiles, quantised_table
 from hicache.kernels.pages import page_table
+from hicache.kernels.reference import PagedPool
 from hicache.kernels.states import field_table, state_table
 from hicache.kernels.tile_copies import clear_tiles, copy_tiles, gather_tiles, scatter_tiles
 from hicache.kernels.tiles import TileTable
 from hicache.pools.l1 import L1Pool
 from hicache.pools.l2 import L2Pool
-from hicache.spec import PagedGroup, StateGroup
+from hicache.spec import StateGroup
 
 
 class KernelCopies:
@@ -31,22 +35,32 @@ class KernelCopies:
         self._transient = {
             index: field_table(fields) for index in states if (fields := l1.fields(index, transient=True))
         }
-        self._objects: Mapping[int, Sequence[TileTable]] = {}  # by group, a table for each shard
-        if l2 is not None:
-            self._objects = {
-                index: _page_tables(l1, l2, index) if isinstance(group, PagedGroup) else _state_tables(l1, l2, index)
-                for index, group in groups
-            }
+        self._objects: dict[int, list[TileTable]] = {}  # by group, a table for each shard
+        self._quantised: dict[int, list[TileTable]] = {}
+        for index, group in groups if l2 is not None else ():
+            assert l2 is not None
+            if isinstance(group, StateGroup):
+                self._objects[index] = _state_tables(l1, l2, index)
+            elif group.stored_dtype is None:
+                self._objects[index] = _page_tables(l1, l2, index, table=page_table)
+            else:
+                self._quantised[index] = _page_tables(l1, l2, index, table=quantised_table)
 
     def backup(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See Copies."""
         l2 = self._second_tier()
+        for part, table in enumerate(self._quantised.get(group, ())):
+            pages, scales = l2.view(group, part), l2.scales(group, part)
+            quantise_tiles(table, pages, scales, sources=sources, targets=targets)
         for part, table in enumerate(self._objects.get(group, ())):
             gather_tiles(table, l2.view(group, part), sources=sources, targets=targets)
 
     def load(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See Copies."""
         l2 = self._second_tier()
+        for part, table in enumerate(self._quantised.get(group, ())):
+            pages, scales = l2.view(group, part), l2.scales(group, part)
+            dequantise_tiles(table, pages, scales, sources=sources, targets=targets)
         for part, table in enumerate(self._objects.get(group, ())):
             scatter_tiles(table, l2.view(group, part), sources=sources, targets=targets)
         if group in self._persistent:
@@ -83,8 +97,10 @@ class KernelCopies:
         return self._l2
 
 
-def _page_tables(l1: L1Pool, l2: L2Pool, group: int) -> list[TileTable]:
-    return [page_table(pool, l2.view(group, part)) for part, pool in enumerate(l1.page_parts(group))]
+def _page_tables(
+    l1: L1Pool, l2: L2Pool, group: int, *, table: Callable[[PagedPool, torch.Tensor], TileTable]
+) -> list[TileTable]:
+    return [table(pool, l2.view(group, part)) for part, pool in enumerate(l1.page_parts(group))]
 
 
 def _state_tables(l1: L1Pool, l2: L2Pool, group: int) -> list[TileTable]:

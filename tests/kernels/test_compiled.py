@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -11,32 +12,64 @@ from pathlib import Path
 import pytest
 
 COMPILE = """
-import sys
-import triton.language as tl
+import json
 import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from hicache.kernels.tile_copies import _copy_tiles_kernel as kernel
+from hicache.kernels.fp8_pages import _dequantise_kernel, _quantise_kernel
+from hicache.kernels.tile_copies import WARPS, _copy_tiles_kernel
 from hicache.kernels.tiles import TILE_FIELDS
 
-arguments = {"tiles": "*i64", "slots": "*i64", "pair_count": "i32", "tile_count": "i32",
-             "block_address": "i64", "block_stride": "i64"}
-constants = {"WORD": tl.int64, "ALIGNMENT": 2, "TILE_ROWS": int(sys.argv[1]), "TILE_RUN": int(sys.argv[2]),
-             "TILE_FIELDS": TILE_FIELDS, "IS_CLEAR": False, "READS_BLOCK": True, "WRITES_BLOCK": False}
-signature = {name: arguments.get(name, "constexpr") for name in kernel.arg_names}
-source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-print(triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 8}).asm["ptx"])
+COPY = {"WORD": tl.int64, "ALIGNMENT": 2, "IS_CLEAR": False, "READS_BLOCK": True, "WRITES_BLOCK": False}
+FLOAT8 = {"ELEMENT": tl.bfloat16, "ALIGNMENT": 8, "LARGEST": 3e38, "SCALE_BIASED_MIN": 17}
+POINTERS = {"tiles": "*i64", "slots": "*i64", "piece_starts": "*i64"}
+COUNTS = {"pair_count": "i32", "tile_count": "i32", "piece_count": "i32"}
+
+
+def ptx(kernel, constants, *, rows, run):
+    constants = {**constants, "TILE_ROWS": rows, "TILE_RUN": run, "TILE_FIELDS": TILE_FIELDS}
+    types = {**dict.fromkeys(constants, "constexpr"), **POINTERS, **COUNTS}
+    signature = {name: types.get(name, "i64") for name in kernel.arg_names}
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS}).asm["ptx"]
+
+
+print(json.dumps({
+    "one run": ptx(_copy_tiles_kernel, COPY, rows=1, run=2048),
+    "rows": ptx(_copy_tiles_kernel, COPY, rows=16, run=128),
+    "quantise": ptx(_quantise_kernel, FLOAT8, rows=1, run=8192),
+    "dequantise": ptx(_dequantise_kernel, FLOAT8, rows=1, run=8192),
+}))
 """
 
 
-@pytest.mark.parametrize(("rows", "run"), [(1, 2048), (16, 128)])
-def test_the_copy_kernel_loads_and_stores_16_bytes_a_thread(rows: int, run: int, tmp_path: Path) -> None:
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", COMPILE, str(rows), str(run)]
-    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+@pytest.fixture(scope="module")
+def assembly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """PTX for sm_90 by the name of the kernel."""
+    cache: Path = tmp_path_factory.mktemp("triton")
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
+    ended = subprocess.run(
+        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=240
+    )
     assert ended.returncode == 0, ended.stderr
-    ptx = ended.stdout
-    widths = re.findall(r"(ld|st)\.global\.(v\d\.b\d+|b\d+)", ptx)
-    payload = [width for width in widths if width[1] != "b64"]  # b64: slots and columns of the table
-    assert payload == [("ld", "v2.b64")] * 4 + [("st", "v2.b64")] * 4
-    assert not re.findall(r"m(?:ul|ad)\.lo\.[su]32", ptx)
+    found: dict[str, str] = json.loads(ended.stdout)
+    return found
+
+
+def widths(ptx: str, kind: str) -> set[str]:
+    """Of loads or stores of more than a single number: those are of slots, of the table, and of scales."""
+    return set(re.findall(rf"{kind}\.global\.(v\d\.b\d+)", ptx))
+
+
+def test_every_thread_moves_16_bytes_at_a_time(assembly: dict[str, str]) -> None:
+    for name in ("one run", "rows"):
+        assert widths(assembly[name], "ld") == widths(assembly[name], "st") == {"v2.b64"}
+    assert widths(assembly["quantise"], "ld") == widths(assembly["dequantise"], "st") == {"v4.b32"}
+    assert widths(assembly["quantise"], "st") == widths(assembly["dequantise"], "ld") == {"v2.b32"}
+
+
+def test_br_005_no_offset_is_computed_in_32_bits(assembly: dict[str, str]) -> None:
+    for ptx in assembly.values():
+        assert re.search(r"mul\.lo\.s64|mad\.lo\.s64", ptx)
+        assert not re.search(r"m(?:ul|ad)\.lo\.[su]32", ptx)
