@@ -143,7 +143,7 @@ def _quantise(  # type: ignore[no-untyped-def]
         scale = (biased << 23).to(tl.float32, bitcast=True)
         inverse = ((254 - biased) << 23).to(tl.float32, bitcast=True)
         tl.store((scale_address + (target_slot * scale_stride + piece) * 4).to(tl.pointer_type(tl.float32)), scale)
-        block = (block_address + target_slot * block_stride).to(tl.pointer_type(tl.uint8))
+        block = tl.multiple_of((block_address + target_slot * block_stride).to(tl.pointer_type(tl.uint8)), ALIGNMENT)
         tile = tl.load(piece_starts + piece)
         while tile < tile_stop:
             at, in_block, inside = _place_in_tile(
@@ -192,7 +192,7 @@ def _dequantise(  # type: ignore[no-untyped-def]
         source_slot = tl.load(slots + pair)
         target_slot = tl.load(slots + pair_count + pair)
         scale = tl.load((scale_address + (source_slot * scale_stride + piece) * 4).to(tl.pointer_type(tl.float32)))
-        block = (block_address + source_slot * block_stride).to(tl.pointer_type(tl.uint8))
+        block = tl.multiple_of((block_address + source_slot * block_stride).to(tl.pointer_type(tl.uint8)), ALIGNMENT)
         tile = tl.load(piece_starts + piece)
         tile_stop = tl.load(piece_starts + piece + 1)
         while tile < tile_stop:
