@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
 
+from hicache import HiCache
 from hicache.copies import Copies, ReferenceCopies
 from hicache.errors import SpecError
 from hicache.kernel_copies import KernelCopies
@@ -124,6 +126,35 @@ def test_pages_go_down_in_half_the_bytes_and_come_back(kind: Callable[..., Copie
         assert torch.equal(loaded, dequantised(stored, scales, torch.bfloat16)[0])
     del copies
     l2.close()
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="which copies serve the device makes no difference to what is above them")
+@pytest.mark.parametrize("l1", [{"l1_pages": 8}, {"l1_bytes": 1 << 16}], ids=["pool", "arena"])
+def test_another_engine_gets_the_pages_from_l3_within_the_bound(l1: dict[str, int], tmp_path: Path) -> None:
+    tokens = list(range(17))
+    spec, computed = quantised_spec(), torch.randn(2, 4, 2, 4, 4, 8, generator=torch.Generator().manual_seed(1))
+    settings = {**l1, "l2_bytes": 1 << 20, "l3": f"lmdb://{tmp_path}/store", "l3_capacity_bytes": 64 << 20}
+    for is_first in (True, False):
+        with HiCache.open(spec, **settings) as cache:
+            request = cache.match(tokens)
+            cache.prefetch(request, mode="wait_complete")
+            cache.wait(request)
+            restored = cache.load(request)
+            assert restored is not None
+            assert cache.extend(request, tokens=17)
+            held = cache.l1.paged[0]
+            pages = request.page_table(0)[:4]
+            if is_first:
+                assert restored.tokens == 0
+                held[:, pages] = computed.to(held.dtype)
+                cache.store(request, computed=16)
+                assert cache.wait_stored(request, timeout_s=20.0).tokens == 16
+            else:
+                assert restored.tokens == 16
+                wanted = computed.to(held.dtype).double()
+                assert bool(((held[:, pages].double() - wanted).abs() <= wanted.abs().clamp(min=2**-12) / 16).all())
+                assert not torch.equal(held[:, pages].double(), wanted)
+            cache.release(request)
 
 
 def test_what_is_stored_is_a_part_of_the_namespace_and_off_by_default() -> None:
