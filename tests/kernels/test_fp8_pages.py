@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from hicache import HiCache
+from hicache import HiCache, PrefetchPolicy
 from hicache.copies import Copies, ReferenceCopies
 from hicache.errors import SpecError
 from hicache.kernel_copies import KernelCopies
@@ -134,10 +134,11 @@ def test_another_engine_gets_the_pages_from_l3_within_the_bound(l1: dict[str, in
     tokens = list(range(17))
     spec, computed = quantised_spec(), torch.randn(2, 4, 2, 4, 4, 8, generator=torch.Generator().manual_seed(1))
     settings = {**l1, "l2_bytes": 1 << 20, "l3": f"lmdb://{tmp_path}/store", "l3_capacity_bytes": 64 << 20}
+    policy = PrefetchPolicy("wait_complete", hard_cap_s=20.0, threshold_tokens=0)
     for is_first in (True, False):
-        with HiCache.open(spec, **settings) as cache:
+        with HiCache.open(spec, prefetch=policy, **settings) as cache:
             request = cache.match(tokens)
-            cache.prefetch(request, mode="wait_complete")
+            cache.prefetch(request)
             cache.wait(request)
             restored = cache.load(request)
             assert restored is not None
