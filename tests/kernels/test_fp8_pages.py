@@ -176,3 +176,23 @@ def test_what_is_stored_is_a_part_of_the_namespace_and_off_by_default() -> None:
 def test_what_cannot_be_stored_as_float8_is_refused(settings: dict[str, object], named: str) -> None:
     with pytest.raises(SpecError, match=named):
         quantised_spec(**settings)
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the pool would have to be touched on a device")
+def test_br_005_pages_above_two_to_the_31_elements_are_quantised_right() -> None:
+    """Pools and pages are reserved, not touched: only the pages around the boundary and at the end take memory."""
+    elements = 64 * 576
+    boundary = 2**31 // elements
+    pool = torch.empty(boundary + 4, 1, 64, 1, 576, dtype=torch.bfloat16)
+    pages = torch.empty(boundary + 4, 1, 1, 64, 1, 576, dtype=torch.float8_e4m3fn)
+    scales = torch.empty(boundary + 4, 1, 1)
+    top = [boundary + 3, boundary]
+    pool[top] = torch.randn(2, 1, 64, 1, 576, generator=torch.Generator().manual_seed(2)).to(pool.dtype)
+    table = quantised_table([pool], pages)
+    quantise_tiles(table, pages, scales, sources=top, targets=top[::-1])
+    stored, powers = quantised(pool[top].unsqueeze(1))
+    assert torch.equal(pages.view(torch.uint8)[top[::-1]], stored.view(torch.uint8))
+    assert torch.equal(scales[top[::-1]], powers)
+    dequantise_tiles(table, pages, scales, sources=top, targets=[boundary + 1, boundary + 2])
+    loaded = dequantised(stored, powers, pool.dtype)[:, 0]
+    assert torch.equal(pool[[boundary + 2, boundary + 1]], loaded)

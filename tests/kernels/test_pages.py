@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.kernels import reference
+from hicache.kernels import reference, tile_copies
 from hicache.kernels.pages import gather_pages, page_table, scatter_pages
 from hicache.kernels.reference import PagedPool
 from hicache.kernels.tile_copies import BUS_PROGRAMS_MAX, gather_tiles
@@ -150,6 +151,15 @@ def test_blocks_that_are_less_aligned_than_those_of_the_table_are_refused() -> N
     gather_tiles(table, aligned, sources=[1], targets=[0])
     with pytest.raises(ValueError, match="no multiple of 16"):
         gather_tiles(table, shifted, sources=[1], targets=[0])
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="there is a device to run on")
+def test_tensors_on_a_cpu_are_refused_where_kernels_are_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tile_copies, "_copy_tiles_kernel", triton.JITFunction(tile_copies._copy_tiles))
+    pool, pages = noisy(1, 3, 1, 1, 1, 16, dtype=torch.uint8), poisoned(2, 1, 1, 1, 1, 16, dtype=torch.uint8)
+    with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+        gather_pages(pool, pages, sources=[0], targets=[0])
+    assert bool((pages == POISON).all())
 
 
 @pytest.mark.skipif(DEVICE != "cpu", reason="the pool would have to be touched on a device")
