@@ -16,7 +16,7 @@ import triton.language as tl
 from hicache.kernels.pages import page_pieces
 from hicache.kernels.quantised_reference import SCALE_EXPONENT_MIN
 from hicache.kernels.reference import PagedPool, Slots
-from hicache.kernels.tile_copies import BUS_PROGRAMS_MAX, WARPS, block_place, checked_slots, on_device_of, slots_on
+from hicache.kernels.tile_copies import BUS_PROGRAMS_MAX, OPTIONS, block_place, checked_slots, on_device_of, slots_on
 from hicache.kernels.tiles import TILE_FIELDS, TileTable, cut_elements
 
 _ELEMENTS = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}
@@ -72,7 +72,7 @@ def _launch(kernel: Any, table: TileTable, pages: torch.Tensor, scales: torch.Te
             TILE_ROWS=table.tile_rows,
             TILE_RUN=table.tile_run,
             TILE_FIELDS=TILE_FIELDS,
-            num_warps=WARPS,
+            **OPTIONS,
         )
 
 

@@ -17,7 +17,8 @@ from hicache.kernels.tiles import TILE_FIELDS, TileTable
 BUS_PROGRAMS_MAX = 16
 # Copies within device memory are bound by it: two programs for each multiprocessor of the largest device there is.
 DEVICE_PROGRAMS_MAX = 320
-WARPS = 8  # see TILE_BYTES
+# Warps: see TILE_BYTES. A product that is fused with a sum is not rounded, and so not the reference's.
+OPTIONS = {"num_warps": 8, "enable_fp_fusion": False}
 
 _WORDS = {8: tl.int64, 4: tl.int32, 2: tl.int16, 1: tl.int8}
 
@@ -142,7 +143,7 @@ def _launch(
             READS_BLOCK=reads_block,
             WRITES_BLOCK=writes_block,
             IS_CLEAR=is_clear,
-            num_warps=WARPS,
+            **OPTIONS,
         )
 
 

@@ -18,7 +18,7 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from hicache.kernels.fp8_pages import _dequantise_kernel, _quantise_kernel
-from hicache.kernels.tile_copies import WARPS, _copy_tiles_kernel
+from hicache.kernels.tile_copies import OPTIONS, _copy_tiles_kernel
 from hicache.kernels.tiles import TILE_FIELDS
 
 COPY = {"WORD": tl.int64, "ALIGNMENT": 2, "IS_CLEAR": False, "READS_BLOCK": True, "WRITES_BLOCK": False}
@@ -32,7 +32,7 @@ def ptx(kernel, constants, *, rows, run):
     types = {**dict.fromkeys(constants, "constexpr"), **POINTERS, **COUNTS}
     signature = {name: types.get(name, "i64") for name in kernel.arg_names}
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": WARPS}).asm["ptx"]
+    return triton.compile(source, target=GPUTarget("cuda", 90, 32), options=OPTIONS).asm["ptx"]
 
 
 print(json.dumps({
@@ -50,7 +50,11 @@ def assembly(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     cache: Path = tmp_path_factory.mktemp("triton")
     environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(cache)}
     ended = subprocess.run(
-        [sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True, timeout=240
+        [sys.executable, "-W", "error::UserWarning:triton.knobs", "-c", COMPILE],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=240,
     )
     assert ended.returncode == 0, ended.stderr
     found: dict[str, str] = json.loads(ended.stdout)
