@@ -21,7 +21,9 @@ from hicache.kernels.fp8_pages import _dequantise_kernel, _quantise_kernel
 from hicache.kernels.tile_copies import OPTIONS, _copy_tiles_kernel
 from hicache.kernels.tiles import TILE_FIELDS
 
-COPY = {"WORD": tl.int64, "ALIGNMENT": 2, "IS_CLEAR": False, "READS_BLOCK": True, "WRITES_BLOCK": False}
+COPY = {"WORD": tl.int64, "ALIGNMENT": 2, "IS_CLEAR": False}
+SCATTER = {**COPY, "READS_BLOCK": True, "WRITES_BLOCK": False}
+GATHER = {**COPY, "READS_BLOCK": False, "WRITES_BLOCK": True}
 FLOAT8 = {"ELEMENT": tl.bfloat16, "ALIGNMENT": 8, "LARGEST": 3e38, "SCALE_BIASED_MIN": 17}
 POINTERS = {"tiles": "*i64", "slots": "*i64", "piece_starts": "*i64"}
 COUNTS = {"pair_count": "i32", "tile_count": "i32", "piece_count": "i32"}
@@ -36,8 +38,8 @@ def ptx(kernel, constants, *, rows, run):
 
 
 print(json.dumps({
-    "one run": ptx(_copy_tiles_kernel, COPY, rows=1, run=2048),
-    "rows": ptx(_copy_tiles_kernel, COPY, rows=16, run=128),
+    "one run": ptx(_copy_tiles_kernel, SCATTER, rows=1, run=2048),
+    "rows": ptx(_copy_tiles_kernel, GATHER, rows=16, run=128),
     "quantise": ptx(_quantise_kernel, FLOAT8, rows=1, run=8192),
     "dequantise": ptx(_dequantise_kernel, FLOAT8, rows=1, run=8192),
 }))
