@@ -277,7 +277,7 @@ def _aligned(size_bytes: int) -> int:
 def _slot_bytes(group: Group | None, page_tokens: int) -> int:
     if group is None:
         return 0
-    return field_offsets(group)[1] if isinstance(group, StateGroup) else _aligned(group.object_bytes(page_tokens))
+    return field_offsets(group)[1] if isinstance(group, StateGroup) else _aligned(group.page_bytes(page_tokens))
 
 
 def _fitting_unit_bytes(sizes: Sequence[int], slots_per_unit: Sequence[int]) -> int:

@@ -133,7 +133,8 @@ class HiCache:
         engine's own tenants may not share apart; ``token`` is what hicached knows the engine by. ``write_policy`` is
         ``write_through``, ``write_through_selective``, ``write_back``, or one of hicache.policies.write.
         ``double_buffering`` says that the engine reads states from ``Request.state_source``: they are not copied within
-        L1 then. ``copies`` is the back end between L1 and L2: ``reference``, ``direct``, or ``auto``, which measures.
+        L1 then. ``copies`` is the back end between L1 and L2: ``reference``, ``direct``, ``kernel``, or ``auto``, which
+        measures.
 
         ``deployment`` names engines that must find each other's state, as a prefill and a decode engine must. While one
         of them is connected, hicached refuses one with another ``spec`` or ``salt``. This call waits for hicached's

@@ -10,8 +10,9 @@ import torch
 from hicache.errors import UsageError
 from hicache.kernels.direct import mean_run_bytes
 from hicache.kernels.legs import page_legs, state_legs
+from hicache.kernels.quantised_reference import dequantise_pages, quantise_pages
 from hicache.kernels.reference import clear_states, copy_states
-from hicache.moves import REFERENCE, Moves, checked_copies, choose_moves
+from hicache.moves import KERNEL, REFERENCE, Moves, checked_copies, choose_moves
 from hicache.pools.l1 import L1Pool
 from hicache.pools.l2 import L2Pool
 from hicache.spec import PagedGroup, StateGroup
@@ -62,10 +63,13 @@ class PoolCopies:
         self._l1 = l1
         self._l2 = l2  # its views are made for each call: none keeps the memory alive after the pool was closed
         groups = [(index, group) for index, group in enumerate(l1.rank.groups) if group is not None]
-        self._pages = {index: l1.page_parts(index) for index, group in groups if isinstance(group, PagedGroup)}
+        paged = {index: group for index, group in groups if isinstance(group, PagedGroup)}
+        self._pages = {index: l1.page_parts(index) for index, group in paged.items() if group.stored_dtype is None}
+        self._quantised = {index: l1.page_parts(index) for index in paged.keys() - self._pages.keys()}
         self._states = {index: l1.state_parts(index) for index, group in groups if isinstance(group, StateGroup)}
         checked_copies(setting)
-        self._moves = {} if l2 is None else {index: self._choose(setting, l2, index) for index, _ in groups}
+        moved = [] if l2 is None else [*self._pages, *self._states]
+        self._moves = {index: self._choose(setting, l2, index) for index in moved if l2 is not None}
         self.name = ", ".join(sorted({moves.name for moves in self._moves.values()})) or REFERENCE.name
 
     def _choose(self, setting: str, l2: L2Pool, group: int) -> Moves:
@@ -83,7 +87,10 @@ class PoolCopies:
 
     def backup(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See Copies."""
-        l2, moves = self._second_tier(), self._moves[group]
+        l2, moves = self._second_tier(), self._moves.get(group, REFERENCE)
+        for part, pool in enumerate(self._quantised.get(group, ())):
+            pages, scales = l2.view(group, part), l2.scales(group, part)
+            quantise_pages(pool, pages, scales, sources=sources, targets=targets)
         for part, pool in enumerate(self._pages.get(group, ())):
             moves.gather_pages(pool, l2.view(group, part), sources=sources, targets=targets)
         for part, fields in enumerate(self._states.get(group, ())):
@@ -91,7 +98,10 @@ class PoolCopies:
 
     def load(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         """See Copies."""
-        l2, moves = self._second_tier(), self._moves[group]
+        l2, moves = self._second_tier(), self._moves.get(group, REFERENCE)
+        for part, pool in enumerate(self._quantised.get(group, ())):
+            pages, scales = l2.view(group, part), l2.scales(group, part)
+            dequantise_pages(pages, scales, pool, sources=sources, targets=targets)
         for part, pool in enumerate(self._pages.get(group, ())):
             moves.scatter_pages(l2.view(group, part), pool, sources=sources, targets=targets)
         for part, fields in enumerate(self._states.get(group, ())):
@@ -121,3 +131,13 @@ class PoolCopies:
         if self._l2 is None:
             raise UsageError("there is no L2 to copy from or to")
         return self._l2
+
+
+def copies_for(l1: L1Pool, l2: L2Pool | None, setting: str = "auto") -> Copies:
+    """The copies of two pools by a setting of ``hicache.moves``. Raises ConfigError for an unknown one, and ValueError
+    for pools that kernels cannot copy between."""
+    if checked_copies(setting) != KERNEL:
+        return PoolCopies(l1, l2, setting=setting)
+    from hicache.kernel_copies import KernelCopies  # Triton is loaded only where its kernels run
+
+    return KernelCopies(l1, l2)

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
-from hicache.copies import Copies, PoolCopies
+from hicache.copies import Copies, copies_for
 from hicache.copy_order import CopyOrder, Wait, copy_order_for
 from hicache.errors import ConfigError
 from hicache.jobs import Completion, CopyItem, CopyJob, CopyKind, FetchJob, Job, LookupJob
@@ -86,7 +86,7 @@ class Executor:
         """
         self._limits = limits or ExecutorLimits()
         self._rank = _common_rank(spec, l1, l2)
-        self._copies = PoolCopies(l1, l2, setting=copies) if isinstance(copies, str) else copies
+        self._copies = copies_for(l1, l2, copies) if isinstance(copies, str) else copies
         self._order = order or copy_order_for(l1.device)
         self._l3 = l3
         self._on_complete = on_complete

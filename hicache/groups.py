@@ -22,6 +22,10 @@ DTYPE_BYTES = {
     "uint8": 1,
 }
 
+STORED_DTYPE = "float8_e4m3fn"
+QUANTISED_DTYPES = ("bfloat16", "float16", "float32")
+SCALE_BYTES = 4  # float32, for each layer and plane of a page
+
 
 def dtype_bytes(dtype: str) -> int:
     """Bytes of one element. Raises SpecError for an unknown dtype."""
@@ -36,6 +40,9 @@ class PagedGroup:
 
     ``heads`` are the KV heads of the whole model. An L3 object of the group is one page, of the layers of one pipeline
     stage and the heads of one slice: ``[layers][planes][page_tokens][heads x head_dim]``.
+
+    ``stored_dtype="float8_e4m3fn"`` keeps pages of bfloat16, float16 or float32 in L2 and L3 in one byte an element,
+    and loses precision. Behind such a payload lie ``[layers][planes]`` scales in float32, each a power of two.
     """
 
     name: str
@@ -45,6 +52,7 @@ class PagedGroup:
     dtype: str
     planes: int = 2
     window_tokens: int | None = None
+    stored_dtype: str | None = None
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "layers", _checked_layers(self.name, self.layers))
@@ -55,20 +63,48 @@ class PagedGroup:
         if self.window_tokens is not None:
             check_whole(f"{self.name}.window_tokens", self.window_tokens, otherwise=", or None for full attention")
         dtype_bytes(self.dtype)
+        if self.stored_dtype is not None:
+            self._check_stored()
+
+    def _check_stored(self) -> None:
+        if self.stored_dtype != STORED_DTYPE:
+            raise SpecError(f"{self.name}.stored_dtype", self.stored_dtype, f"{STORED_DTYPE!r}, or None for dtype")
+        if self.dtype not in QUANTISED_DTYPES:
+            expected = f"one of {', '.join(QUANTISED_DTYPES)} with stored_dtype, which rounds numbers"
+            raise SpecError(f"{self.name}.dtype", self.dtype, expected)
+        if self.head_dim % 4:
+            expected = "a multiple of 4 with stored_dtype, so that the scales behind the payload are aligned"
+            raise SpecError(f"{self.name}.head_dim", self.head_dim, expected)
 
     @classmethod
-    def mla(cls, name: str, *, layers: tuple[int, ...], latent_dim: int, rope_dim: int, dtype: str) -> PagedGroup:
+    def mla(
+        cls,
+        name: str,
+        *,
+        layers: tuple[int, ...],
+        latent_dim: int,
+        rope_dim: int,
+        dtype: str,
+        stored_dtype: str | None = None,
+    ) -> PagedGroup:
         """A multi-head latent attention group: one row of ``latent_dim + rope_dim`` elements per token and layer."""
-        return cls(name, layers, heads=1, head_dim=latent_dim + rope_dim, dtype=dtype, planes=1)
+        head_dim = latent_dim + rope_dim
+        return cls(name, layers, heads=1, head_dim=head_dim, dtype=dtype, planes=1, stored_dtype=stored_dtype)
 
     @property
     def row_bytes(self) -> int:
         """Bytes of one token in one plane of one layer."""
         return self.heads * self.head_dim * dtype_bytes(self.dtype)
 
-    def object_bytes(self, page_tokens: int) -> int:
-        """Bytes of one page over all layers and heads."""
+    def page_bytes(self, page_tokens: int) -> int:
+        """Bytes of one page in L1, over all layers and heads."""
         return len(self.layers) * self.planes * page_tokens * self.row_bytes
+
+    def object_bytes(self, page_tokens: int) -> int:
+        """Bytes of one page in L2 and L3, over all layers and heads: with its scales, where it has them."""
+        if self.stored_dtype is None:
+            return self.page_bytes(page_tokens)
+        return len(self.layers) * self.planes * (page_tokens * self.heads * self.head_dim + SCALE_BYTES)
 
     @property
     def sections(self) -> tuple[tuple[Section, ...], ...]:

@@ -39,7 +39,8 @@ REFERENCE = Moves(
 )
 DIRECT = Moves("direct", direct.gather_pages, direct.scatter_pages, direct.gather_states, direct.scatter_states)
 BACKENDS = (REFERENCE, DIRECT)  # the first one can do anything
-COPIES_SETTINGS = ("auto", *(moves.name for moves in BACKENDS))
+KERNEL = "kernel"  # Triton, see hicache.kernel_copies: only when it is asked for
+COPIES_SETTINGS = ("auto", *(moves.name for moves in BACKENDS), KERNEL)
 
 _RUN_BYTES_MIN, _RUN_BYTES_MAX = 256, 1 << 20  # beyond, a run costs no less, or nothing beside its bytes
 _SAMPLE_BYTES = 4 << 20  # of one measured copy

@@ -224,6 +224,8 @@ class CacheSpec:
                 yield f"{prefix}.kind", "paged"
                 for name in ("heads", "head_dim", "dtype", "planes", "window_tokens"):
                     yield f"{prefix}.{name}", getattr(group, name)
+                if group.stored_dtype is not None:
+                    yield f"{prefix}.stored_dtype", group.stored_dtype
             else:
                 yield f"{prefix}.kind", "state"
                 yield f"{prefix}.fields", len(group.fields)

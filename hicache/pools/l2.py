@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
 
 from hicache.errors import ConfigError
+from hicache.groups import SCALE_BYTES
 from hicache.pools.dtypes import torch_dtype
 from hicache.pools.host_memory import HostMemory
 from hicache.pools.l1 import page_shape
@@ -27,7 +29,8 @@ class L2Pool:
         [group 0: slot 0 | slot 1 | ... ][group 1: slot 0 | ...]      slot = shard after shard, each with its padding
 
     A shard of a page is ``[layers][planes][page_tokens][heads x head_dim]`` (page_first_direct), of a state the bytes
-    of its persistent fields. It is a SharedMemory for L3 clients. Which slot holds what is not decided here.
+    of its persistent fields; a page that is stored as float8 has its scales behind it. It is a SharedMemory for L3
+    clients. Which slot holds what is not decided here.
 
     ``slot_counts[group_index]`` is 0 where the rank lacks the group.
     """
@@ -91,22 +94,36 @@ class L2Pool:
 
     def view(self, group: int, part: int = 0) -> torch.Tensor:
         """The ``part``-th of the rank's shards in all slots of a group: pages [n_slots, layers, planes, page_tokens,
-        heads, head_dim], or states as bytes [n_slots, size_bytes]. It keeps the mapping alive.
+        heads, head_dim] in the dtype they are stored in, or states as bytes [n_slots, size_bytes]. It keeps the mapping
+        alive.
 
         Raises IndexError, and UsageError after ``close``.
         """
-        start, count, stride = self.offset(group, 0), self.slot_counts[group], self.strides[group]
-        slots = self._memory.tensor()[start : start + count * stride].view(count, stride)
-        shards = self.rank.shards[group]
-        size_bytes = shards[part].size_bytes
-        first = part * slot_stride(size_bytes)
-        objects = slots[:, first : first + size_bytes]
+        objects = self._objects(group, part)
         described = self.rank.groups[group]
         if not isinstance(described, PagedGroup):
             return objects
         planes, page_tokens, heads, head_dim = page_shape(described, self.spec.page_tokens)
-        shape = (len(described.layers), planes, page_tokens, heads // len(shards), head_dim)
-        return objects.view(torch_dtype(described.dtype)).view(count, *shape)
+        shape = (len(described.layers), planes, page_tokens, heads // len(self.rank.shards[group]), head_dim)
+        dtype = torch_dtype(described.stored_dtype or described.dtype)
+        return objects[:, : math.prod(shape) * dtype.itemsize].view(dtype).view(len(objects), *shape)
+
+    def scales(self, group: int, part: int = 0) -> torch.Tensor:
+        """The scales of pages that are stored as float8: [n_slots, layers, planes] float32. Raises as ``view`` does."""
+        described = self.rank.groups[group]
+        assert isinstance(described, PagedGroup)
+        assert described.stored_dtype is not None
+        shape = (len(described.layers), described.planes)
+        objects = self._objects(group, part)
+        return objects[:, -SCALE_BYTES * math.prod(shape) :].view(torch.float32).view(len(objects), *shape)
+
+    def _objects(self, group: int, part: int) -> torch.Tensor:
+        """uint8 [n_slots, size_bytes]."""
+        start, count, stride = self.offset(group, 0), self.slot_counts[group], self.strides[group]
+        slots = self._memory.tensor()[start : start + count * stride].view(count, stride)
+        size_bytes = self.rank.shards[group][part].size_bytes
+        first = part * slot_stride(size_bytes)
+        return slots[:, first : first + size_bytes]
 
     def _region_starts(self) -> list[int]:
         """Where regions that are pinned by themselves begin: at a slot, so that no copy of a slot is in two."""

@@ -103,6 +103,7 @@ OTHERS: dict[type, dict[str, object]] = {
         "dtype": "float16",
         "planes": 1,
         "window_tokens": 128,
+        "stored_dtype": "float8_e4m3fn",
     },
     StateField: {"name": "other", "shape": (8, 4), "dtype": "int32", "transient": True, "split": HeadSplit(0)},
     StateGroup: {"name": "other", "layers": (3,), "fields": (FIELD,)},
