@@ -85,6 +85,8 @@ class Prefetcher:
             self._stats.prefetch_declined[reason] += 1
             prefetch.settled = True
             return prefetch
+        nodes = map(self._index.nodes.get, keys)  # L3 is not asked for what is here, which may go meanwhile
+        prefetch.remote = [0 if node is None else node.resident & node.in_l3 for node in nodes]
         parts = self._missing(keys, beyond=local)
         items = tuple(LookupItem(group, keys[page]) for page, group in parts)
         self._jobs.emit(

@@ -60,17 +60,20 @@ class WriteAhead:
 
     @property
     def is_all_written(self) -> bool:
-        """Whether L3 has acknowledged all that is here."""
-        return not any(node.resident & ~node.in_l3 for node in self._index.nodes.values())
+        """Whether L3 has acknowledged all that is here, or about to be, as a snapshot that is being taken."""
+        return not any((node.resident | node.copying) & ~node.in_l3 for node in self._index.nodes.values())
 
     def _go_on_flushing(self) -> None:
+        awaited: list[Node] = []  # a snapshot of them is still being taken
         while self._rest and not any(map(self._writer.is_paused, Tier)):
             pages = [self._rest.pop() for _ in range(min(_FLUSH_PAGES, len(self._rest)))]
             pages = [node for node in pages if self._index.nodes.get(node.key) is node]
             done = self._writer.send_down(pages)
+            awaited += (node for node in pages[:done] if node.copying & ~node.masks[Tier.L1])
             if done < len(pages):
                 self._rest += reversed(pages[done:])
-                return
+                break
+        self._rest += reversed(awaited)
 
     def _write(self, tier: Tier, group: int, count: int) -> None:
         under_way = self._writer.under_way(tier)

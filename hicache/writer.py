@@ -246,7 +246,8 @@ class Writer:
             entries += self._reserve(node, wanted)
             followers = filter(self._unstored, node.children)
             if self._is_write_back:
-                self._bound.discard(node)
+                if not node.copying:  # what is still on its way to L2 follows
+                    self._bound.discard(node)
                 followers = filter(self._bound.__contains__, followers)
             self._queue.update(dict.fromkeys(followers))
         for batch in batches(entries, self._limits.job_items_max):

@@ -69,7 +69,7 @@ class SimulatedExecutor:
         }
         self.l3: dict[tuple[bytes, int, int], object] = {}
         self.once_in_l3: set[tuple[bytes, int, int]] = set()
-        self.lookups_failed = 0
+        self.lookups_failed = 0  # or were not answered by a lost rank
         self.left = list(range(ranks))  # ranks that are not lost
         self.waiting: list[Task] = []
         self.done: list[Task] = []
@@ -127,12 +127,14 @@ class SimulatedExecutor:
     def lose_rank(self, rank: int) -> None:
         """A rank is gone with all that it was about to do."""
         self.left.remove(rank)
+        self.lookups_failed += any(task.rank == rank and isinstance(task.job, LookupJob) for task in self.waiting)
         self.waiting = [task for task in self.waiting if task.rank != rank]
 
     def collect(self) -> None:
         """Take the jobs that the directory has emitted."""
         for job in self.directory.take_jobs():
             assert job.items, "a job has something to do"
+            self.lookups_failed += isinstance(job, LookupJob) and len(self.left) < len(self.ranks)
             for rank in self.left:
                 self.waiting.append(Task(rank, job, tuple(self._source(rank, job, item) for item in job.items)))
                 self._poison_targets(rank, job)

@@ -240,6 +240,22 @@ def test_br_101_what_is_gone_between_lookup_and_fetch_shortens_the_prefix() -> N
     world.wind_up()
 
 
+def test_what_is_evicted_between_lookup_and_plan_is_fetched_as_far_as_l3_has_acknowledged_it() -> None:
+    world = World(HYBRID, l1=16, l2=16, prefetch_l2_share=1.0)
+    world.serve(prompt(2), snapshot=False)
+    live = prefetching(world, prompt(4))
+    assert live.record.local_tokens == {"l1": 0, "l2": 0}  # attention without a state
+    asked = {item.block_key for task in world.executor.waiting for item in task.job.items if item.group == 0}
+    assert asked == set(live.record.keys[2:4])
+    evict_all(world, Tier.L1)
+    evict_all(world, Tier.L2)
+    restore(world, live)
+    assert loaded_pages(live) == 4
+    world.check()
+    world.release(live)
+    world.wind_up()
+
+
 def test_br_106_a_hit_that_l2_has_no_room_for_is_cut_to_the_share_and_all_is_told() -> None:
     world = World((FULL,), l1=200, l2=160, prefetch_l2_share=0.5)
     live = prefetching(world, prompt(1000))

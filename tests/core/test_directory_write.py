@@ -11,7 +11,7 @@ from hicache.outcome import Outcome
 from hicache.spec import Group
 from tests.core.simulated_executor import failing
 from tests.core.situations import HYBRID, prompt
-from tests.core.world import FULL, WINDOW, World
+from tests.core.world import FULL, POLICIES, WINDOW, World
 
 
 @pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 1.0])
@@ -123,4 +123,38 @@ def test_l3_that_cannot_say_is_believed_to_have_what_it_acknowledged() -> None:
     assert not any(isinstance(task.job, StoreJob) for task in world.executor.done)
     world.release(live)
     world.check()
+    world.wind_up()
+
+
+def test_a_flush_stores_what_arrives_in_l2_after_the_rest_of_its_page_has_gone_to_l3() -> None:
+    world = World(HYBRID, l1=8, l2=8, policy=POLICIES["write_back"])
+    live = world.open(prompt(1))
+    world.load_whole(live)
+    world.compute(live, pages=1, snapshot=False)
+    node = world.directory.index.nodes[live.record.keys[0]]
+    assert world.writer.demote(node)
+    world.run_all()
+    world.compute(live, pages=0, snapshot=True)
+    assert (node.masks, node.in_l3) == ([0b11, 0b01], 0)
+    world.release(live)
+    world.flush()
+    assert world.directory.is_all_written
+    assert node.in_l3 == 0b11
+    world.wind_up()
+
+
+def test_a_flush_stores_a_snapshot_that_is_taken_meanwhile() -> None:
+    world = World(HYBRID, l1=8, l2=8, policy=POLICIES["write_back"])
+    live = world.open(prompt(1))
+    world.load_whole(live)
+    world.compute(live, pages=1, snapshot=False)
+    world.flush()
+    assert world.directory.is_all_written
+    world.compute(live, pages=0, snapshot=True, is_told_late=True)
+    world.release(live)
+    assert world.executor.waiting_for(CopyKind.SNAPSHOT)
+    assert not world.directory.is_all_written
+    world.flush()
+    assert world.directory.is_all_written
+    assert world.directory.index.nodes[live.record.keys[0]].in_l3 == 0b11
     world.wind_up()

@@ -213,7 +213,10 @@ class World(System):
         return live
 
     def restore_stored(self, tokens: list[int]) -> None:
-        """Another engine has stored a prompt, and a request for it takes its time: without faults it gets all."""
+        """Another engine has stored a prompt, and a request for it takes its time: without faults it gets all.
+
+        But for what came here for others in the meantime, which nobody keeps for it unless its plan goes further.
+        """
         self.fill_l3(tokens)
         dropped = self.directory.stats.prefetch_dropped.total()
         live = self.open(tokens)
@@ -222,6 +225,8 @@ class World(System):
         self.load(live)
         self.run_all()
         is_cut = live.record.cut_reason != "not_usable" or self.directory.stats.prefetch_dropped.total() > dropped
+        has_plan = live.record.prefetch is not None and live.record.prefetch.target_pages > 0
+        is_cut |= live.is_cut_by_eviction and not has_plan
         if self.config.has_l3 and live.record.is_loaded and not is_cut and not self.directory.stats.ranks_lost:
             assert live.record.loaded_pages == live.record.prompt_pages, "L3 has all of it, and it was not brought"
             self.reached["restored.whole"] += 1
