@@ -39,8 +39,11 @@ class Ready:
 
 
 def write_ready_file(path: str, ready: Ready) -> None:
-    """Writes ``path`` as JSON in one step: a reader sees all of it or nothing. Raises OSError."""
-    part = f"{path}.{ready.pid}.part"
+    """Writes ``path`` as JSON in one step: a reader sees all of it or nothing. Raises OSError.
+
+    What a daemon that was killed here has left is written over by the next one.
+    """
+    part = f"{path}.part"
     try:
         with open(part, "w", encoding="utf-8") as target:
             json.dump(asdict(ready), target)

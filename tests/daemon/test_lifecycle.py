@@ -19,6 +19,7 @@ import pytest
 
 from hicache.backends.faulty import Fault, FaultKind
 from hicache.daemon.config import load_config
+from hicache.daemon.notify import Ready, write_ready_file
 from hicache.daemon.server import Daemon, OpenedStore
 from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
@@ -320,3 +321,11 @@ def _get_unix(path: str, target: str) -> tuple[int, str]:
     result = response.status, response.read().decode()
     connection.close()
     return result
+
+
+def test_what_a_daemon_that_was_killed_left_of_its_ready_file_is_written_over(tmp_path: Path) -> None:
+    path = tmp_path / "ready.json"
+    (tmp_path / "ready.json.part").write_text('{"pid": 4')
+    write_ready_file(str(path), Ready(5, socket="/run/hicached.sock", listen="", bulk_listen="", http=""))
+    assert json.loads(path.read_text())["pid"] == 5
+    assert list(tmp_path.iterdir()) == [path]
