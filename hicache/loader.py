@@ -106,6 +106,8 @@ class Loader:
         stops = self._index.rule.fitting(stops, on_device, room)
         while not self._start(record, stops.pop()):
             del stops[max(1, len(stops) * 3 // 4) :]  # few attempts, and no more than a quarter too short
+            still_legal = set(self._stops(record, keys))  # the attempt may have evicted what a shorter one needs
+            stops = [stop for stop in stops if stop in still_legal]
 
     @staticmethod
     def _progress(record: RequestRecord) -> Load | None:

@@ -10,8 +10,9 @@ from hicache.errors import ConfigError
 from hicache.jobs import CopyKind
 from hicache.node import Tier
 from hicache.policies.write import WriteBack
+from hicache.slots import slot_of
 from tests.core.situations import HYBRID, prompt
-from tests.core.world import PAGE, Live, World, shared
+from tests.core.world import FULL, PAGE, WINDOW, Live, World, shared
 
 PAGES, STATES = 0, 1
 
@@ -151,4 +152,32 @@ def test_under_write_back_a_state_that_takes_units_of_pages_waits_until_they_are
         assert live.record.is_loaded
         world.check()
     assert not world.directory.stats.tokens_lost
+    world.wind_up()
+
+
+def published(world: World, tokens: list[int], tier: Tier, group: int, pages: list[int]) -> None:
+    """A copy of each of these pages lies in a tier."""
+    index, keys = world.directory.index, world.page_keys(tokens)
+    handles = index.acquire(tier, group, len(pages))
+    assert handles is not None
+    for page, handle in zip(pages, handles, strict=True):
+        memory = (world.executor.l1, world.executor.l2)[tier]
+        memory[group][slot_of(handle)] = (world.truth[keys[page]], group)
+        index.publish(index.obtain(keys, page), tier, group, handle)
+
+
+def test_a_load_without_room_passes_over_a_prefix_whose_window_went_when_it_tried_a_longer_one() -> None:
+    """Six pages of attention are more than L1 has units. Five leave none for their window, and took that of three."""
+    groups = (FULL, WINDOW)
+    world = World(groups, l1=0, l2=8, arena=shared(groups, units=5, slots_per_unit=(1, 2)), has_l3=False)
+    tokens = prompt(6)
+    published(world, tokens, Tier.L2, 0, list(range(6)))
+    published(world, tokens, Tier.L2, 1, [0, 3, 4, 5])
+    published(world, tokens, Tier.L1, 1, [1, 2])
+    live = world.open(tokens)
+    assert live.record.local_tokens == {"l1": 0, "l2": 6 * PAGE}
+    world.load_whole(live)
+    assert live.record.loaded_pages == 1
+    assert live.record.cut_reason == "no_device_capacity"
+    world.check()
     world.wind_up()
