@@ -23,21 +23,11 @@ from hicache.backends.open import open_backend, open_store
 from hicache.breaker import BreakerState
 from hicache.errors import BackendError, ConfigError
 from hicache.outcome import Outcome
-from tests.backends.fake_mooncake import MIB, FakeMooncake, open_fake
+from tests.backends.fake_mooncake import MIB, Clock, FakeMooncake, open_fake
 from tests.backends.payloads import get, key, put
 
 WAIT_S = 30.0
 ROOT = Path(__file__).parents[2]
-
-
-class Clock:
-    """Time that moves when told."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @given(name=st.text(max_size=30))

@@ -16,21 +16,11 @@ from hicache.backends.shared_store import SharedStore
 from hicache.backends.tenant_usage import TenantUsage
 from hicache.errors import ConfigError
 from hicache.outcome import Outcome
-from tests.backends.fake_mooncake import MIB, FakeMooncake, open_fake
+from tests.backends.fake_mooncake import MIB, Clock, FakeMooncake, open_fake
 from tests.backends.payloads import get, get_many, key, payload, put
 
 WAIT_S = 30.0
 ROOT = Path(__file__).parents[2]
-
-
-class Clock:
-    """Time that moves when told."""
-
-    def __init__(self) -> None:
-        self.now_s = 1000.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 @given(key=st.binary(min_size=1, max_size=PHYSICAL_KEY_BYTES_MAX))
