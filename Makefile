@@ -7,6 +7,7 @@ STAMP := $(VENV)/.stamp
 MOONCAKE_VENV := .venv-mooncake
 MOONCAKE_BIN := $(MOONCAKE_VENV)/bin
 MOONCAKE_STAMP := $(MOONCAKE_VENV)/.stamp
+ENGINES := vllm sglang
 ARGS ?=
 comma := ,
 
@@ -14,19 +15,25 @@ comma := ,
 PYTHON ?= $(shell for python in python3.11 python3; do \
 	$$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$python && break; done)
 
-.PHONY: help setup run test check mooncake mooncake-setup stubs format clean
+.PHONY: help setup run test check mooncake mooncake-setup engines engines-setup stubs format clean \
+	$(ENGINES:%=engines-%) $(ENGINES:%=engines-setup-%)
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
-# $(call build_venv,FOLDER,EXTRAS): hicache from this checkout, its extras, and the pinned versions of everything.
-define build_venv
+# $(call make_venv,FOLDER): an empty environment.
+define make_venv
 @if [ -z "$(PYTHON)" ]; then \
 	echo "hicache needs Python 3.11 or newer with its venv module: none found as python3.11 or python3." >&2; \
 	echo "Install one (Debian: apt-get install python3 python3-venv) or name it: make setup PYTHON=/path/to/python3.11" >&2; \
 	exit 1; fi
-@echo "setting up $(1) with $(PYTHON) (about a minute the first time)"
+@echo "setting up $(1) with $(PYTHON) (a minute or two the first time)"
 @[ -x $(1)/bin/python ] || $(PYTHON) -m venv $(1)
+endef
+
+# $(call build_venv,FOLDER,EXTRAS): hicache from this checkout, its extras, and the pinned versions of everything.
+define build_venv
+$(call make_venv,$(1))
 @$(1)/bin/python -m pip install -qq --constraint constraints.txt --upgrade pip setuptools wheel
 @$(1)/bin/python -m pip install -qq --constraint constraints.txt --no-build-isolation --editable '.[$(2)]'
 endef
@@ -62,6 +69,26 @@ $(MOONCAKE_STAMP): pyproject.toml constraints.txt
 	$(call build_venv,$(MOONCAKE_VENV),mooncake$(comma)dev)
 	@touch $@
 
+engines: $(ENGINES:%=engines-%) ## Run the tests against the real vLLM and SGLang, each in an environment of its own
+	@:
+
+$(ENGINES:%=engines-%): engines-%: engines-setup-%
+	@PATH="$(CURDIR)/.venv-$*/bin:$$PATH" python -m pytest -q -n 2 --dist worksteal tests/engines/$* $(ARGS)
+
+engines-setup: $(ENGINES:%=engines-setup-%)
+	@:
+
+# Fails, and says what to install, where the wheel or something of the system that it needs cannot be had.
+$(ENGINES:%=engines-setup-%): engines-setup-%: .venv-%/.stamp
+	@PATH="$(CURDIR)/.venv-$*/bin:$$PATH" python -m tools.engine_here $*
+
+.venv-vllm/.stamp .venv-sglang/.stamp: .venv-%/.stamp: tests/engines/requirements-%.txt pyproject.toml
+	$(call make_venv,.venv-$*)
+	@.venv-$*/bin/python -m pip install -qq --no-deps --requirement $< || { \
+		echo "$* CANNOT BE TESTED: a wheel of $< cannot be had here; see above" >&2; exit 1; }
+	@.venv-$*/bin/python -m pip install -qq --no-deps --no-build-isolation --editable .
+	@touch $@
+
 stubs: setup ## Regenerate the gRPC stubs in hicache/wire/
 	@$(BIN)/python tools/stubs.py
 
@@ -70,5 +97,5 @@ format: setup ## Format the code and apply the safe lint fixes
 	@$(BIN)/ruff check --fix .
 
 clean: ## Remove .venv and everything that tools leave behind
-	rm -rf $(VENV) $(MOONCAKE_VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis htmlcov .coverage .coverage.*
+	rm -rf $(VENV) $(MOONCAKE_VENV) $(ENGINES:%=.venv-%) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .import_linter_cache .hypothesis htmlcov .coverage .coverage.*
 	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

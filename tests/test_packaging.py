@@ -9,6 +9,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
+from packaging.requirements import Requirement
 
 ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("backends", "kernels", "daemon")
@@ -81,6 +82,34 @@ def test_every_dependency_is_pinned() -> None:
     lines = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and not line.startswith("#")]
     assert [line for line in lines if "==" not in line or "+" in line] == []
     assert needed <= {name(line) for line in lines}
+
+
+def engine_pins(engine: str) -> dict[str, str]:
+    lines = (ROOT / "tests" / "engines" / f"requirements-{engine}.txt").read_text().splitlines()
+    return dict(canonical(line).split("==") for line in lines if not line.startswith("#"))
+
+
+def canonical(requirement: str) -> str:
+    return requirement.lower().replace("_", "-")
+
+
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_environment_of_an_engine_has_what_hicache_needs_in_versions_that_it_takes(engine: str) -> None:
+    pinned = engine_pins(engine)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    needed = [Requirement(line) for line in [*project["dependencies"], "torch>=2.11", "pytest>=9", "pytest-timeout"]]
+    missing = [str(need) for need in needed if not need.specifier.contains(pinned.get(canonical(need.name), "0"))]
+    assert missing == []
+    assert [f"{name}=={version}" for name, version in pinned.items() if "+" in version] == []
+
+
+def test_the_environments_of_the_engines_have_the_same_of_what_hicache_is_made_of() -> None:
+    one, other = engine_pins("vllm"), engine_pins("sglang")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    shared = {canonical(Requirement(line).name) for line in project["dependencies"]} - {"numpy"}  # numba bounds vLLM's
+    assert {name: one[name] for name in shared | {"torch", "pytest"}} == {
+        name: other[name] for name in shared | {"torch", "pytest"}
+    }
 
 
 def loaded_after_import(module: str, *, watched: frozenset[str], cwd: Path) -> set[str]:

@@ -1,0 +1,1 @@
+"""hicache in a real SGLang: `make engines-sglang`."""

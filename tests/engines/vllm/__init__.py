@@ -1,0 +1,1 @@
+"""hicache in a real vLLM: `make engines-vllm`."""
