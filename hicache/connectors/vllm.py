@@ -224,7 +224,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         manager, found = self._kv_cache_manager, int(request.num_computed_tokens)
         if manager is not None and not found:
             found = int(manager.get_computed_blocks(request)[1])
-        return found - found % self._page_tokens
+        return found - found % int(self._page_tokens)
 
     def _identity(self) -> tuple[str, str, tuple[tuple[str, Any], ...]]:
         config, settings = self._vllm_config, self._settings

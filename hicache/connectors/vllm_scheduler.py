@@ -205,7 +205,9 @@ class SchedulerSide:
         """It has come: L3 is asked for it while it waits to be scheduled. vLLM has ``computed`` tokens of it itself."""
         self._entries[request.request_id] = entry = _Entry(request)
         self.counts.requests += 1
-        if self._open(entry) and self._may_load(entry):
+        if not self._open(entry):
+            self.counts.requests_uncached += 1
+        elif self._may_load(entry):
             self.cache.prefetch(entry.record, beyond=computed)
 
     def matched(self, request: VllmRequest, computed: int) -> int | None:
@@ -369,7 +371,6 @@ class SchedulerSide:
         request = entry.request
         identity = self._identity_of(request)
         if identity is None:
-            self.counts.requests_uncached += 1
             return False
         extras = dict(identity.extras or {})
         if self._epoch is not None:

@@ -123,8 +123,8 @@ def _layer(name: str, group: int, spec: Any, tensor: torch.Tensor, num_blocks: i
             "'align', which says where a state can be restored: --enable-prefix-caching --mamba-cache-mode align",
         )
     sizes, strides = _inner(name, tensor, num_blocks)
-    runs = 1 if _is_dense(sizes, strides) else sizes[-3]
-    if not _is_dense(sizes[-2:], strides[-2:]) or (runs > 1 and len(sizes) > 3):
+    runs = 1 if _is_dense(sizes, strides) else sizes[0]
+    if runs > 1 and (len(sizes) > 3 or not _is_dense(sizes[1:], strides[1:])):
         raise ConfigError(f"kv cache of {name}", (sizes, strides), "blocks of which each head is one run of bytes")
     window = None if is_state else getattr(spec, "sliding_window", None) if "SlidingWindow" in kind else None
     return LayerBlocks(
