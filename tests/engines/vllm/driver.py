@@ -60,9 +60,7 @@ class Engine:
     def generate(self, *, requests: list[Answer], max_tokens: int) -> list[Answer]:
         """All requests in one batch; ``external`` is how many tokens of the whole batch came through the connector."""
         before = self.external_tokens()
-        outputs = self.llm.generate(
-            [prompt_of(request) for request in requests], greedy(max_tokens), use_tqdm=False
-        )
+        outputs = self.llm.generate([prompt_of(request) for request in requests], greedy(max_tokens), use_tqdm=False)
         external = self.external_tokens() - before
         return [
             {

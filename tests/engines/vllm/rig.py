@@ -44,7 +44,9 @@ def prompt(seed: int, *, tokens: int) -> list[int]:
     return [source.randrange(3, VOCABULARY) for _ in range(tokens)]
 
 
-def hicache(target: str, *, name: str = "HiCacheConnector", module: str = "hicache.connectors.vllm", **extra: object) -> Any:
+def hicache(
+    target: str, *, name: str = "HiCacheConnector", module: str = "hicache.connectors.vllm", **extra: object
+) -> Any:
     """The connector's part of the engine's configuration."""
     return {
         "kv_connector": name,
@@ -68,7 +70,10 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process))} | environment,
+                env=os.environ
+                | ENVIRONMENT
+                | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process))}
+                | environment,
                 cwd=ROOT,
                 start_new_session=True,  # so that one signal reaches all of its processes
             )
