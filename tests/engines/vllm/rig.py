@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -44,7 +45,9 @@ def prompt(seed: int, *, tokens: int) -> list[int]:
     return [source.randrange(3, VOCABULARY) for _ in range(tokens)]
 
 
-def hicache(target: str, *, name: str = "HiCacheConnector", module: str = "hicache.connectors.vllm", **extra: object) -> Any:
+def hicache(
+    target: str, *, name: str = "HiCacheConnector", module: str = "hicache.connectors.vllm", **extra: object
+) -> Any:
     """The connector's part of the engine's configuration."""
     return {
         "kv_connector": name,
@@ -68,7 +71,10 @@ class EngineProcess:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=log,
-                env=os.environ | ENVIRONMENT | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process))} | environment,
+                env=os.environ
+                | ENVIRONMENT
+                | {"VLLM_ENABLE_V1_MULTIPROCESSING": str(int(not in_process))}
+                | environment,
                 cwd=ROOT,
                 start_new_session=True,  # so that one signal reaches all of its processes
             )
@@ -113,20 +119,16 @@ class EngineProcess:
         if self.process.poll() is None:
             assert self.process.stdin is not None
             self.process.stdin.close()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                pass
         self.kill()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
 
     def kill(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
 
     @property
