@@ -58,6 +58,9 @@ class Engine:
         self.llm = LLM(**(arguments | settings))
         return {}
 
+    def make_model(self, *, model: str, models: str, seed: int) -> str:
+        return str(folder_of(model, Path(models), seed=seed))
+
     def generate(self, *, requests: list[Answer], max_tokens: int) -> list[Answer]:
         """All requests in one batch; ``external`` is how many tokens of the whole batch came through the connector."""
         before = self.external_tokens()

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import torch
 from vllm.v1.kv_cache_interface import MambaSpec
 
+from hicache.connectors import vllm_worker
 from hicache.connectors.vllm import HiCacheConnector
 
 
@@ -50,6 +52,20 @@ class DropsSalts(HiCacheConnector):
         request.block_hashes = []
         request.update_block_hashes()
         super().on_new_request(request)
+
+
+class LoadsOtherRank(HiCacheConnector):
+    """Gives each of two ranks the heads of the other one."""
+
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        open_worker = vllm_worker._open_worker
+
+        def swapped(*arguments: Any) -> Any:
+            *before, rank, leader = arguments
+            return open_worker(*before, 1 - rank, leader)
+
+        with mock.patch.object(vllm_worker, "_open_worker", swapped):
+            super().register_kv_caches(kv_caches)
 
 
 def _elsewhere(tensor: torch.Tensor) -> torch.Tensor:

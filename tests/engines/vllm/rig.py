@@ -102,6 +102,10 @@ class EngineProcess:
         """Call ``function`` of tests/engines/vllm/inside.py in the engine's process."""
         return self._do("run", function=f"tests.engines.vllm.inside:{function}", **arguments)
 
+    def make_model(self, model: str, *, seed: int = 0) -> str:
+        """The folder of a model, made if it is missing."""
+        return str(self._do("make_model", model=model, models=str(self._models), seed=seed))
+
     def reset(self, *, connector: bool = False) -> bool:
         return bool(self._do("reset", connector=connector))
 
