@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.daemon.conftest import folder, start, start_thread  # noqa: F401  the daemons of those tests
+from tests.daemon.conftest import folder, start, start_thread  # noqa: F401
+from tests.daemon.rig import DaemonProcess
 from tests.engines.vllm.rig import EngineProcess
 
 StartEngine = Callable[..., EngineProcess]
@@ -21,6 +22,12 @@ def models(tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
     shared = (base if worker_id == "master" else base.parent) / "models"
     shared.mkdir(exist_ok=True)
     return shared
+
+
+@pytest.fixture
+def target(start: Callable[..., DaemonProcess]) -> str:  # noqa: F811
+    """The address of a hicached process."""
+    return f"unix://{start().settings['socket']}"
 
 
 @pytest.fixture

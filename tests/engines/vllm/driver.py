@@ -1,6 +1,7 @@
 """A process with a vLLM engine in it, told what to do by lines of JSON; see `rig.EngineProcess` for the other side.
 
-Each line is ``{"do": name of a function below, ...its arguments}``; each answer ``{"result": ...}`` or ``{"error": ...}``.
+Each line is ``{"do": name of a method of Engine, ...its arguments}``, each answer ``{"result": ...}`` or
+``{"error": ...}``.
 """
 
 from __future__ import annotations
@@ -56,6 +57,9 @@ class Engine:
             arguments["kv_transfer_config"] = KVTransferConfig(**connector)
         self.llm = LLM(**(arguments | settings))
         return {}
+
+    def make_model(self, *, model: str, models: str, seed: int) -> str:
+        return str(folder_of(model, Path(models), seed=seed))
 
     def generate(self, *, requests: list[Answer], max_tokens: int) -> list[Answer]:
         """All requests in one batch; ``external`` is how many tokens of the whole batch came through the connector."""
@@ -120,7 +124,7 @@ def greedy(max_tokens: int) -> Any:
 
 
 def leave_checkpoints_to_step_ends() -> None:
-    """vLLM's CPU kernel of Mamba2 gives no states from within a step, which the layer asks it for (0.32: IndexError)."""
+    """vLLM's CPU kernel of Mamba2 gives no states from within a step, which the layer asks for (0.32: IndexError)."""
     from vllm.model_executor.layers.mamba.abstract import MambaBase
     from vllm.model_executor.layers.mamba.mamba_mixer2 import MambaMixer2
 

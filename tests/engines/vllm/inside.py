@@ -13,8 +13,9 @@ from tests.engines.vllm.driver import Answer, Engine, greedy, prompt_of
 
 
 def bytes_of(engine: Engine, *, prompt: list[int], tokens: int, salt: str | None = None) -> list[list[str]]:
-    """Digests of what each group keeps of the first ``tokens`` of a prompt, while a request for it runs: for attention of
-    every block that it holds, for a state of the block at ``tokens`` alone. Blocks that a window has left are "null".
+    """Digests of what each group keeps of the first ``tokens`` of a prompt, while a request for it runs.
+
+    For attention of every block that it holds, "null" where a window has left one; for a state of that at ``tokens``.
     """
     request_id = f"bytes-{tokens}-{salt}"
     core = engine.llm.llm_engine
@@ -53,6 +54,10 @@ def _digest(tensors: list[Any], block: int) -> str:
     for tensor in tensors:
         digest.update(tensor[block].contiguous().flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()
+
+
+def external_tokens_so_far(engine: Engine) -> int:
+    return engine.external_tokens()
 
 
 def holdings(engine: Engine) -> Answer:

@@ -45,8 +45,10 @@ def llama(seed: int, *, kv_heads: int) -> Any:
 
 
 def gemma3(seed: int) -> Any:
-    """Embeddings are tied and much larger than what the layers add, and attention is near even: the last token alone would
-    say what is next. So the norms behind each layer, and those of queries and keys, are raised."""
+    """Embeddings are tied and much larger than what the layers add, and attention is near even.
+
+    The last token alone would say what is next: the norms behind each layer, and of queries and keys, are raised.
+    """
     import torch
     from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 
@@ -91,8 +93,10 @@ def qwen3_next(seed: int) -> Any:
 
 
 def nemotron_h(seed: int) -> Any:
-    """Mamba2, attention, Mamba2, feed-forward. What the Mamba layers add is raised to what the others do, and they forget
-    slowly."""
+    """Mamba2, attention, Mamba2, feed-forward.
+
+    What the Mamba layers add is raised to what the others do, and they forget slowly.
+    """
     import torch
     from transformers import NemotronHConfig, NemotronHForCausalLM
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -101,6 +102,10 @@ class EngineProcess:
         """Call ``function`` of tests/engines/vllm/inside.py in the engine's process."""
         return self._do("run", function=f"tests.engines.vllm.inside:{function}", **arguments)
 
+    def make_model(self, model: str, *, seed: int = 0) -> str:
+        """The folder of a model, made if it is missing."""
+        return str(self._do("make_model", model=model, models=str(self._models), seed=seed))
+
     def reset(self, *, connector: bool = False) -> bool:
         return bool(self._do("reset", connector=connector))
 
@@ -118,20 +123,16 @@ class EngineProcess:
         if self.process.poll() is None:
             assert self.process.stdin is not None
             self.process.stdin.close()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self.process.wait(20)
-            except subprocess.TimeoutExpired:
-                pass
         self.kill()
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             pipe.close()
 
     def kill(self) -> None:
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
         self.process.wait()
 
     @property
