@@ -23,7 +23,9 @@ class MemcpyWorker(OffloadingWorker):
         self._region = region
         self._ended: list[TransferResult] = []
         self._blocks = [each.tensor.view(torch.int8).view(-1, each.page_size_bytes) for each in caches.tensors]
-        self._rows = [region.create_next_worker_view(each.page_size_bytes * blocks_per_chunk) for each in caches.tensors]
+        self._rows = [
+            region.create_next_worker_view(each.page_size_bytes * blocks_per_chunk) for each in caches.tensors
+        ]
 
     def submit_store(self, job_id: int, src_spec: Any, dst_spec: Any) -> bool:
         return self._copy(job_id, src_spec, dst_spec, into_rows=True)

@@ -129,9 +129,7 @@ def plain_with(process: EngineProcess, asked: list[int], **settings: object) -> 
     return answers
 
 
-def test_an_engine_survives_a_hicached_that_dies_hangs_and_comes_back(
-    start: StartDaemon, engine: StartEngine
-) -> None:
+def test_an_engine_survives_a_hicached_that_dies_hangs_and_comes_back(start: StartDaemon, engine: StartEngine) -> None:
     daemon = start()
     process = engine()
     asked = [prompt(seed, tokens=103) for seed in range(6)]
@@ -202,4 +200,6 @@ def test_nothing_of_an_engine_is_left_behind(start: StartDaemon, engine: StartEn
         process.stop()
         held.append(process.run("holdings"))
     assert held[1] == held[2]
-    wait_until(lambda: not any("vllm_offload" in name for name in held[2]["shared_memory"]), what="no shared memory left")
+    wait_until(
+        lambda: not any("vllm_offload" in name for name in held[2]["shared_memory"]), what="no shared memory left"
+    )
