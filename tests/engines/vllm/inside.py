@@ -1,0 +1,107 @@
+"""What the tests do within the engine's process: functions for `EngineProcess.run`."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import threading
+from pathlib import Path
+from typing import Any
+
+from tests.engines.vllm.driver import Answer, Engine, greedy, prompt_of
+
+
+def bytes_of(engine: Engine, *, prompt: list[int], tokens: int, salt: str | None = None) -> list[list[str]]:
+    """Digests of what each group keeps of the first ``tokens`` of a prompt, while a request for it runs.
+
+    For attention of every block that it holds, "null" where a window has left one; for a state of that at ``tokens``.
+    """
+    request_id = f"bytes-{tokens}-{salt}"
+    core = engine.llm.llm_engine
+    prompt_with_salt = prompt_of({"prompt": prompt, "salt": salt})
+    core.add_request(request_id, prompt_with_salt, greedy(8))
+    held: list[list[int]] = []
+    while core.has_unfinished_requests():
+        core.step()
+        request = next((r for r in engine.scheduler.running if r.request_id.startswith(request_id)), None)
+        if not held and request is not None and request.num_output_tokens:
+            held = [list(ids) for ids in engine.scheduler.kv_cache_manager.get_block_ids(request.request_id)]
+    return [_digests(engine, group, ids, tokens) for group, ids in enumerate(held)]
+
+
+def _digests(engine: Engine, group: int, ids: list[int], tokens: int) -> list[str]:
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    kept = engine.scheduler.kv_cache_config.kv_cache_groups[group]
+    count = tokens // kept.kv_cache_spec.block_size
+    wanted = range(count - 1, count) if isinstance(kept.kv_cache_spec, MambaSpec) else range(count)
+    tensors = [tensor for layer in kept.layer_names for tensor in _tensors_of(engine, layer)]
+    return ["null" if not ids[index] else _digest(tensors, ids[index]) for index in wanted]
+
+
+def _tensors_of(engine: Engine, layer: str) -> list[Any]:
+    """Of attention one, of a state one for each of its parts; blocks first, no padding."""
+    runner = engine.llm.llm_engine.engine_core.engine_core.model_executor.driver_worker.worker.model_runner
+    kept = runner.compilation_config.static_forward_context[layer].kv_cache
+    return list(kept) if isinstance(kept, tuple | list) else [kept]
+
+
+def _digest(tensors: list[Any], block: int) -> str:
+    import torch
+
+    digest = hashlib.sha256()
+    for tensor in tensors:
+        digest.update(tensor[block].contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def external_tokens_so_far(engine: Engine) -> int:
+    return engine.external_tokens()
+
+
+def holdings(engine: Engine) -> Answer:
+    """What this process holds of what could leak."""
+    descriptors = [_target(f"/proc/self/fd/{name}") for name in os.listdir("/proc/self/fd")]
+    return {
+        "descriptors": len(descriptors),
+        "memfds": sum("memfd:" in target for target in descriptors),
+        "sockets": sum(target.startswith("socket:") for target in descriptors),
+        "threads": sorted(thread.name for thread in threading.enumerate()),
+        "shared_memory": sorted(path.name for path in Path("/dev/shm").iterdir()),
+    }
+
+
+def _target(link: str) -> str:
+    try:
+        return os.readlink(link)
+    except FileNotFoundError:  # the descriptor that lists the folder
+        return ""
+
+
+def storm(engine: Engine, *, seed: int, requests: int, abort_share: float, prompts: list[list[int]]) -> Answer:
+    """Many requests at once, some of them given up at a random step; returns the tokens of the others, by prompt."""
+    chance = random.Random(seed)
+    core = engine.llm.llm_engine
+    waiting = [(f"storm-{seed}-{number}", chance.randrange(len(prompts))) for number in range(requests)]
+    doomed = {name: chance.randrange(12) for name, _ in waiting if chance.random() < abort_share}
+    which = dict(waiting)
+    finished: list[tuple[int, list[int]]] = []
+    step = 0
+    while waiting or core.has_unfinished_requests():
+        for name, index in waiting[:3]:
+            core.add_request(name, prompt_of({"prompt": prompts[index]}), greedy(16))
+            doomed = {other: left + step if other == name else left for other, left in doomed.items()}
+        del waiting[:3]
+        for name in [name for name, due in doomed.items() if due <= step and name not in dict(waiting)]:
+            core.abort_request([name])
+            del doomed[name]
+        finished += [
+            (which[output.request_id], list(output.outputs[0].token_ids)) for output in core.step() if output.finished
+        ]
+        step += 1
+    return {"finished": finished, "preemptions": _metric(engine, "vllm:num_preemptions")}
+
+
+def _metric(engine: Engine, name: str) -> int:
+    return int(sum(metric.value for metric in engine.llm.get_metrics() if metric.name == name))

@@ -1,0 +1,205 @@
+"""hicached below the CPU tier of a real vLLM: what comes back is what was computed, or it is computed again."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.daemon.rig import DaemonProcess, wait_until
+from tests.engines.vllm.models import MODELS, folder_of
+from tests.engines.vllm.rig import EngineProcess, Output, prompt
+
+StartDaemon = Callable[..., DaemonProcess]
+StartEngine = Callable[..., EngineProcess]
+
+PATIENT = {"lookup_timeout_s": 20, "load_timeout_s": 20, "store_timeout_s": 20}  # a busy machine is no fault
+
+
+def tiered(daemon: DaemonProcess, **settings: object) -> dict[str, Any]:
+    """vLLM's own connector and CPU tier, with HiCacheTier below."""
+    tier = {
+        "type": "HiCacheTier",
+        "module_path": "hicache.connectors.vllm_tier",
+        "l3": f"unix://{daemon.settings['socket']}",
+    }
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_load_failure_policy": "recompute",
+        "kv_connector_extra_config": {
+            "spec_name": "CpuTieringSpec",
+            "spec_module_path": "tests.engines.vllm.cpu_tier",
+            "cpu_bytes_to_use": 64 << 20,
+            "secondary_tiers": [tier | PATIENT | settings],
+        },
+    }
+
+
+def prompts(model: str) -> list[list[int]]:
+    page = MODELS[model].page_tokens
+    return [prompt(1, tokens=3 * page + 7), prompt(2, tokens=2 * page + 3)]
+
+
+def plain(engine: EngineProcess, model: str, *asked: list[int]) -> list[Output]:
+    """What an engine without any cache says."""
+    engine.start(model)
+    answers = engine.generate(*asked)
+    engine.stop()
+    return answers
+
+
+def tokens(outputs: list[Output]) -> list[tuple[int, ...]]:
+    return [output.tokens for output in outputs]
+
+
+@pytest.fixture
+def own_process() -> Iterator[Callable[[EngineProcess], EngineProcess]]:
+    """Closes processes that a test has made itself."""
+    with ExitStack() as stack:
+        yield lambda process: stack.enter_context(closing(process))
+
+
+@pytest.mark.parametrize("model", ["llama", "gemma3", "qwen3-next"])
+def test_a_new_engine_finds_what_an_old_one_stored(start: StartDaemon, engine: StartEngine, model: str) -> None:
+    daemon = start()
+    process = engine()
+    asked = prompts(model)
+    expected = tokens(plain(process, model, *asked))
+    process.start(model, tiered(daemon))
+    first = process.generate(*asked)
+    salted = process.ask(asked[0], salt="of a tenant")
+    process.stop()
+    process.start(model, tiered(daemon))
+    again = process.generate(*asked)
+    stranger = process.ask(asked[0], salt="of another")
+    owner = process.ask(asked[0], salt="of a tenant")
+    process.stop()
+    assert tokens(first) == tokens(again) == expected
+    assert salted.tokens == stranger.tokens == owner.tokens == expected[0]
+    page = MODELS[model].page_tokens
+    assert first[0].external == salted.external == stranger.external == 0
+    assert owner.external == 3 * page
+    assert again[0].external == 5 * page
+
+
+def test_other_weights_or_another_rope_at_the_same_path_are_misses(
+    start: StartDaemon, tmp_path: Path, own_process: Callable[[EngineProcess], EngineProcess]
+) -> None:
+    daemon = start()
+    models = tmp_path / "models"
+    models.mkdir()
+    mine = folder_of("llama", models, seed=0)
+    other = folder_of("llama", models, seed=1)
+    process = own_process(EngineProcess(tmp_path, models))
+    asked = prompts("llama")[0]
+    rope = {"hf_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}}
+    [expected_rope] = plain_with(process, asked, **rope)
+    process.start("llama", tiered(daemon))
+    assert process.ask(asked).external == 0
+    process.stop()
+    process.start("llama", tiered(daemon), **rope)
+    scaled = process.ask(asked)
+    process.stop()
+    shutil.move(mine, tmp_path / "before")
+    shutil.move(other, mine)
+    [expected_other] = plain_with(process, asked)
+    process.start("llama", tiered(daemon))
+    swapped = process.ask(asked)
+    process.stop()
+    shutil.rmtree(mine)
+    shutil.copytree(tmp_path / "before", mine)
+    process.start("llama", tiered(daemon))
+    control = process.ask(asked)
+    process.stop()
+    assert (scaled.tokens, scaled.external) == (expected_rope.tokens, 0)
+    assert (swapped.tokens, swapped.external) == (expected_other.tokens, 0)
+    assert control.external == 96
+
+
+def plain_with(process: EngineProcess, asked: list[int], **settings: object) -> list[Output]:
+    process.start("llama", **settings)
+    answers = process.generate(asked)
+    process.stop()
+    return answers
+
+
+def test_an_engine_survives_a_hicached_that_dies_hangs_and_comes_back(start: StartDaemon, engine: StartEngine) -> None:
+    daemon = start()
+    process = engine()
+    asked = [prompt(seed, tokens=103) for seed in range(6)]
+    expected = tokens(plain(process, "llama", *asked))
+    quick = {"lookup_timeout_s": 0.2, "load_timeout_s": 0.5, "store_timeout_s": 0.5}
+    process.start("llama", tiered(daemon))
+    assert tokens(process.generate(*asked[:2])) == expected[:2]
+    process.stop()
+    process.start("llama", tiered(daemon, **quick))
+    daemon.process.send_signal(signal.SIGSTOP)
+    hung = process.generate(*asked[:3])
+    daemon.process.send_signal(signal.SIGCONT)
+    daemon.kill()
+    dead = process.generate(*asked[2:5])
+    process.stop()
+    daemon = start()
+    process.start("llama", tiered(daemon))
+    back = process.generate(*asked)
+    process.stop()
+    assert tokens(hung) == expected[:3]
+    assert tokens(dead) == expected[2:5]
+    assert tokens(back) == expected
+    assert hung[0].external == dead[0].external == 0
+    assert back[0].external >= 2 * 96
+
+
+def test_changed_bytes_in_the_store_are_computed_again(start: StartDaemon, engine: StartEngine) -> None:
+    daemon = start(backend="file")
+    process = engine()
+    asked = prompts("llama")
+    expected = tokens(plain(process, "llama", *asked))
+    process.start("llama", tiered(daemon))
+    process.generate(*asked)
+    process.stop()
+    store = Path(str(daemon.settings["path"]))
+    files = [path for path in store.rglob("*") if path.is_file() and path.stat().st_size > 16_000]
+    assert len(files) == 5
+    for path in files:
+        with path.open("r+b") as file:
+            file.seek(path.stat().st_size // 2)
+            file.write(b"\xa5" * 2000)
+    process.start("llama", tiered(daemon))
+    again = process.generate(*asked)
+    stored_again = process.generate(*asked)
+    process.stop()
+    process.start("llama", tiered(daemon))
+    control = process.generate(*asked)
+    process.stop()
+    assert tokens(again) == tokens(stored_again) == tokens(control) == expected
+    assert again[0].external == 0
+    assert control[0].external == 5 * 32
+
+
+def test_a_hash_that_is_not_deterministic_is_refused_at_start_up(start: StartDaemon, engine: StartEngine) -> None:
+    process = engine()
+    with pytest.raises(AssertionError, match="--prefix-caching-hash-algo sha256_cbor"):
+        process.start("llama", tiered(start()), prefix_caching_hash_algo="sha256")
+
+
+def test_nothing_of_an_engine_is_left_behind(start: StartDaemon, engine: StartEngine) -> None:
+    daemon = start()
+    process = engine()
+    asked = prompts("llama")
+    held = []
+    for _ in range(3):
+        process.start("llama", tiered(daemon))
+        process.generate(*asked)
+        process.stop()
+        held.append(process.run("holdings"))
+    assert held[1] == held[2]
+    wait_until(
+        lambda: not any("vllm_offload" in name for name in held[2]["shared_memory"]), what="no shared memory left"
+    )
