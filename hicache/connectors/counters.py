@@ -35,6 +35,12 @@ METRICS = (
     Metric("bytes", ("leg",), "Payload bytes that went over a leg of the store"),
     Metric("skipped", ("reason",), "Writes and state snapshots that were not made"),
     Metric("lost_tokens", ("place",), "Tokens evicted before they were written down, by tier and group"),
+    Metric(
+        "requests_uncached", (), "Requests without the salt that is required, or with an adapter of unknown content"
+    ),
+    Metric("loads_failed", (), "Loads that failed, whose requests were computed instead"),
+    Metric("checkpoints_wanted", (), "Times that the engine was asked for a state where siblings diverge"),
+    Metric("calls_refused", (), "Requests that went on without the store after a defect, which the log tells"),
     Metric("ranks_lost", (), "Ranks that the leader has lost", is_gauge=True),
     Metric("prefetch_in_flight_tokens", (), "Tokens on their way from L3", is_gauge=True),
     Metric("l3_objects", ("operation", "outcome"), "Objects of calls to hicached by outcome"),

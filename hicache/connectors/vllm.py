@@ -26,6 +26,7 @@ from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from hicache.connectors.adapters import AdapterIdentities
+from hicache.connectors.counters import Increments
 from hicache.connectors.vllm_facts import engine_facts, weights_folder
 from hicache.connectors.vllm_identity import (
     EngineIdentity,
@@ -34,6 +35,7 @@ from hicache.connectors.vllm_identity import (
     engine_identity,
     weights_revision,
 )
+from hicache.connectors.vllm_metrics import HiCachePromMetrics, HiCacheStats
 from hicache.connectors.vllm_scheduler import Geometry, Identity, SchedulerSide, StepPlan
 from hicache.connectors.vllm_settings import VllmSettings
 from hicache.connectors.vllm_spec import EngineSpec
@@ -43,6 +45,12 @@ from hicache.slot_cache import SlotCache
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
+        KVConnectorPromMetrics,
+        KVConnectorStats,
+        PromMetric,
+        PromMetricT,
+    )
     from vllm.forward_context import ForwardContext
     from vllm.v1.attention.backend import AttentionMetadata
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
@@ -83,6 +91,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._leader = self._settings.ranks_at(_meeting_point(vllm_config))
         self._page_tokens, self._hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         self._adapters = AdapterIdentities() if role is KVConnectorRole.SCHEDULER else None
+        self._increments = Increments()
         self._scheduler: SchedulerSide | None = None
         self._worker: WorkerSide | None = None
 
@@ -144,7 +153,11 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
             raise ConfigError("workers", sorted(metadata), "ranks that agree on the cache of the engine")
         engine, settings = engines[0], self._settings
         cache = SlotCache.lead(
-            engine.spec, ranks=self._leader, prefetch=settings.prefetch, write_policy=settings.write_policy
+            engine.spec,
+            ranks=self._leader,
+            prefetch=settings.prefetch,
+            write_policy=settings.write_policy,
+            one_numbering=True,
         )
         self._scheduler = SchedulerSide(
             cache,
@@ -168,9 +181,28 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """The load itself begins with ``build_connector_meta``."""
         self._side.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
-    def get_external_cache_hit_sources(self, request: Request, num_external_tokens: int) -> dict[CacheHitSource, int]:
-        """Host memory: whatever came from L3 is there before it counts."""
-        return {CacheHitSource.HOST: num_external_tokens} if num_external_tokens else {}
+    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+        """What was counted since the last call, in the scheduler: it knows of all ranks."""
+        if self._scheduler is None:
+            return None
+        samples = self._increments.take(self._scheduler.samples())
+        return HiCacheStats.of(samples) if samples else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+        """What ``get_kv_connector_stats`` has given, in the process that logs."""
+        return HiCacheStats(data=data) if data is not None else HiCacheStats()
+
+    @classmethod
+    def build_prom_metrics(
+        cls,
+        vllm_config: VllmConfig,
+        metric_types: dict[type[PromMetric], type[PromMetricT]],
+        labelnames: list[str],
+        per_engine_labelvalues: dict[int, list[object]],
+    ) -> KVConnectorPromMetrics:
+        """The counters under ``vllm:hicache_``."""
+        return HiCachePromMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
 
     def build_connector_meta(self, scheduler_output: SchedulerOutput) -> KVConnectorMetadata:
         """Once for each step."""

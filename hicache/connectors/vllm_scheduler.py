@@ -14,9 +14,15 @@ import logging
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from functools import partial
+from typing import Any, Protocol, TypeVar
 
+from hicache.connectors.counters import Samples, samples_of
 from hicache.connectors.vllm_spec import BlockGroup
+from hicache.errors import UsageError
+from hicache.stats import DirectoryStats
+
+T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
 _NULL_BLOCK = 0  # vLLM's number for "no block here"
@@ -66,9 +72,10 @@ class Cache(Protocol):
     def attention(self, request: Any) -> int: ...
     def load(self, request: Any, *, beyond: int, tokens: int, slots: Slots) -> Load: ...
     def append(self, request: Any, page_hashes: Sequence[bytes], *, token_count: int) -> None: ...
-    def save(self, request: Any, *, slots: Slots) -> Any: ...
+    def save(self, request: Any, slots: Slots) -> Any: ...
     def step(self, *, reuses: Mapping[int, Sequence[int]] | None) -> Step: ...
     def release(self, request: Any) -> None: ...
+    def read_stats(self, read: Callable[[DirectoryStats], Samples]) -> Samples: ...
     def close(self) -> Any: ...
 
 
@@ -89,6 +96,10 @@ class Geometry:
         """The hashes of the full pages from ``first`` on: each that of its last block."""
         ratio = self.page_tokens // self.hash_tokens
         return [bytes(each) for each in block_hashes[(first + 1) * ratio - 1 :: ratio]]
+
+    def tokens_known(self, request: VllmRequest, pages: int) -> int:
+        """Tokens of a request of which ``pages`` full pages have their hash."""
+        return min(request.num_tokens, (pages + 1) * self.page_tokens - 1)
 
     def attention_slots(self, block_ids: BlockIds, pages: range) -> Slots:
         """The blocks of pages, where vLLM has them: a sliding window has let go of some."""
@@ -156,19 +167,18 @@ class _Entry:
     load: Load | None = None
     saved_pages: int = 0
     is_over: bool = False
+    is_refused: bool = False  # the cache did not take a call for it
     is_stale: bool = False  # the cache was reset since its load began
 
 
 @dataclass(slots=True)
 class Counts:
-    """What happened since start."""
+    """What happened since start that the cache does not count."""
 
-    requests: int = 0
-    tokens_matched: int = 0
-    loads_failed: int = 0
-    tokens_failed: int = 0
     requests_uncached: int = 0  # without the salt that is required, or with an adapter of unknown content
+    loads_failed: int = 0  # whose requests were computed instead
     checkpoints_wanted: int = 0
+    calls_refused: int = 0  # a defect: the request went on without the cache
 
 
 class SchedulerSide:
@@ -204,7 +214,9 @@ class SchedulerSide:
     def opened(self, request: VllmRequest, computed: int) -> None:
         """It has come: L3 is asked for it while it waits to be scheduled. vLLM has ``computed`` tokens of it itself."""
         self._entries[request.request_id] = entry = _Entry(request)
-        self.counts.requests += 1
+        self._try(entry, lambda: self._arrived(entry, computed), otherwise=None)
+
+    def _arrived(self, entry: _Entry, computed: int) -> None:
         if not self._open(entry):
             self.counts.requests_uncached += 1
         elif self._may_load(entry):
@@ -215,15 +227,19 @@ class SchedulerSide:
         entry = self._entries.get(request.request_id)
         if entry is None or not self._may_load(entry):
             return 0
+        nothing: int | None = 0
+        return self._try(entry, lambda: self._matched(entry, computed), otherwise=nothing)
+
+    def _matched(self, entry: _Entry, computed: int) -> int | None:
         entry.computed = computed
-        if not (entry.record is not None or self._open(entry)) or not self._follow(entry):
+        if not (entry.record is not None or self._open(entry)) or not self._follow(entry, exactly=True):
             return 0
         self.cache.prefetch(entry.record, beyond=computed)
         if not self.cache.is_ready(entry.record):
             return None
         page = self._geometry.page_tokens
         usable = self.cache.usable(entry.record, beyond=computed) // page * page
-        limit = (request.num_tokens - 1) // page * page
+        limit = (entry.request.num_tokens - 1) // page * page
         usable = min(usable, limit)
         self._want_checkpoint(entry, max(usable, computed), limit)
         return max(0, usable - computed)
@@ -241,7 +257,6 @@ class SchedulerSide:
         entry.wanted = _Wanted(entry.computed, end, slots)
         self._busy[request.request_id] = entry
         self._reused.update(block for blocks in block_ids for block in blocks)
-        self.counts.tokens_matched += external_tokens
 
     def finished(self, request: VllmRequest) -> None:
         """It has ended, however. A load that vLLM waits for is reported all the same."""
@@ -269,12 +284,7 @@ class SchedulerSide:
         step = self.cache.step(reuses={0: list(self._reused)})  # blocks of all groups are one numbering
         self._reused.clear()
         for entry in self._busy.values():
-            if entry.wanted is not None:
-                wanted, entry.wanted = entry.wanted, None
-                if not entry.is_stale:
-                    entry.load = self.cache.load(
-                        entry.record, beyond=wanted.beyond, tokens=wanted.tokens, slots=wanted.slots
-                    )
+            self._try(entry, partial(self._load, entry), otherwise=None)
         if self._saves:
             for request_id in [*scheduled, *(each for each in states if each not in scheduled)]:
                 self._save(request_id, scheduled.get(request_id, 0), blocks_of, states.get(request_id, ()))
@@ -288,6 +298,11 @@ class SchedulerSide:
             failed,
         )
 
+    def _load(self, entry: _Entry) -> None:
+        wanted, entry.wanted = entry.wanted, None
+        if wanted is not None and not entry.is_stale:
+            entry.load = self.cache.load(entry.record, beyond=wanted.beyond, tokens=wanted.tokens, slots=wanted.slots)
+
     def _save(
         self,
         request_id: str,
@@ -296,11 +311,19 @@ class SchedulerSide:
         states: Sequence[tuple[int, int, int]],
     ) -> None:
         entry = self._entries.get(request_id)
-        if entry is None or entry.record is None or not self._follow(entry):
+        if entry is not None and entry.record is not None:
+            self._try(entry, lambda: self._save_filled(entry, tokens, blocks_of, states), otherwise=None)
+
+    def _save_filled(
+        self,
+        entry: _Entry,
+        tokens: int,
+        blocks_of: Callable[[str], BlockIds | None],
+        states: Sequence[tuple[int, int, int]],
+    ) -> None:
+        if not self._follow(entry):
             return
-        slots: Slots = {}
-        if tokens:
-            slots = self._filled(entry, tokens, blocks_of)
+        slots = self._filled(entry, tokens, blocks_of) if tokens else {}
         for group, block, boundary in states:
             page, rest = divmod(boundary, self._geometry.page_tokens)
             if rest or not 1 <= page <= len(entry.hashes):
@@ -309,7 +332,7 @@ class SchedulerSide:
                 if each.is_state and each.group == group:
                     slots.setdefault(index, {})[page - 1] = block
         if slots:
-            self.cache.save(entry.record, slots=slots)
+            self.cache.save(entry.record, slots)
 
     def _filled(self, entry: _Entry, tokens: int, blocks_of: Callable[[str], BlockIds | None]) -> Slots:
         """Blocks that are complete after this step: of tokens that are settled, which drafts are not."""
@@ -355,6 +378,12 @@ class SchedulerSide:
             else:
                 entry.hashes = []
 
+    def samples(self) -> Samples:
+        """Everything that was counted since start."""
+        samples = self.cache.read_stats(samples_of)
+        samples.update({(name,): getattr(self.counts, name) for name in Counts.__slots__})
+        return samples
+
     def close(self) -> None:
         """The engine ends."""
         self._entries.clear()
@@ -363,28 +392,42 @@ class SchedulerSide:
 
     # -- inside ------------------------------------------------------------------------------------------------------
 
+    def _try(self, entry: _Entry, call: Callable[[], T], *, otherwise: T) -> T:
+        """A call that the cache refuses is a defect of this module: the request goes on without the cache."""
+        try:
+            return call()
+        except UsageError:
+            _LOG.exception("request %s goes on without the cache", entry.request.request_id)
+            self.counts.calls_refused += 1
+            entry.is_refused = True
+            if entry.load is None:
+                self._release(entry)
+            return otherwise
+
     def _may_load(self, entry: _Entry) -> bool:
         return self._loads and not getattr(entry.request, "skip_reading_prefix_cache", False)
 
     def _open(self, entry: _Entry) -> bool:
         """False for a request that is not cached."""
         request = entry.request
-        identity = self._identity_of(request)
+        identity = None if entry.is_refused else self._identity_of(request)
         if identity is None:
             return False
         extras = dict(identity.extras or {})
         if self._epoch is not None:
             extras["epoch"] = self._epoch
         entry.hashes = self._geometry.page_hashes(request.block_hashes, 0)
-        entry.token_count = request.num_tokens
+        entry.token_count = self._geometry.tokens_known(request, len(entry.hashes))
         entry.saved_pages = 0
         entry.record = self.cache.open(
             list(entry.hashes), token_count=entry.token_count, salt=identity.salt, extras=extras or None
         )
         return True
 
-    def _follow(self, entry: _Entry) -> bool:
-        """Tell the cache how the sequence has grown. False where it is not the one that was opened any more."""
+    def _follow(self, entry: _Entry, *, exactly: bool = False) -> bool:
+        """Tell the cache how the sequence has grown, ``exactly`` or by full pages. False where it is not the one that
+        was opened any more.
+        """
         if entry.record is None or entry.is_stale:
             return False
         known = len(entry.hashes)
@@ -394,10 +437,11 @@ class SchedulerSide:
                 self._release(entry)
             return False
         fresh = grown[1:] if known else grown
-        if fresh or entry.token_count != entry.request.num_tokens:
-            entry.token_count = entry.request.num_tokens
-            self.cache.append(entry.record, fresh, token_count=entry.token_count)
+        token_count = self._geometry.tokens_known(entry.request, known + len(fresh))
+        if fresh or (exactly and token_count != entry.token_count):
+            self.cache.append(entry.record, fresh, token_count=token_count)
             entry.hashes += fresh
+            entry.token_count = token_count
         return True
 
     def _want_checkpoint(self, entry: _Entry, restored: int, limit: int) -> None:

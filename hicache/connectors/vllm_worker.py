@@ -91,11 +91,14 @@ class WorkerSide:
         if plan.fence is not None and (fence := self._entered(*plan.fence)) is not None:
             fence.close()
 
-    def close(self) -> None:
-        """Leave the replica, and give L2 and L3 back. Idempotent."""
+    def close(self, *, settle_timeout_s: float = 2.0) -> None:
+        """Leave the replica, and give L2 and L3 back, when what is on its way to L3 is there or the time is over.
+        Idempotent.
+        """
         self._end_step()
         worker, self._worker = self._worker, None
         if worker is not None:
+            worker.settle(timeout_s=settle_timeout_s)
             worker.close()
 
     def _entered(self, number: int, after: tuple[int, ...]) -> ExitStack | None:
@@ -106,7 +109,7 @@ class WorkerSide:
             step.enter_context(self._worker.step(number, after=after))
         except RankLost as error:
             _LOG.error("goes on without hicache: %s; start the engine again to have it back", error)
-            self.close()
+            self.close(settle_timeout_s=0)
             return None
         return step
 

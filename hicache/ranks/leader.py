@@ -132,11 +132,13 @@ class RankLinks:
 
     def _lose(self, number: int, reason: str) -> None:
         rank = self._ranks[number]
+        is_planned = rank.peer is not None and rank.peer.said_farewell
         rank.peer = None
         with rank.lock:
             rank.open.clear()
         if not self._is_closing:
-            _LOG.error("rank %d is lost: %s; the replica has to be started again", number, reason)
+            level = logging.INFO if is_planned else logging.ERROR
+            _LOG.log(level, "rank %d is lost: %s; the replica has to be started again", number, reason)
             self._on_lost(number, reason)
 
     def _tick(self, now_s: float) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import TracebackType
@@ -26,6 +27,8 @@ from hicache.spec import CacheSpec
 
 _LOG = logging.getLogger(__name__)
 _CLOSE_TIMEOUT_S = 10.0
+_IDLE_LOOK_S = 0.01
+_IDLE_LOOKS = 5
 
 
 class RankWorker:
@@ -146,6 +149,18 @@ class RankWorker:
     def wait(self, timeout_s: float | None = None) -> str | None:
         """Wait until it is over: the reason, or None when it is not over by then."""
         return self._reason if self._is_over.wait(timeout_s) else None
+
+    def settle(self, *, timeout_s: float) -> bool:
+        """Wait until this rank has been idle for a moment: what the leader makes of one job's end comes within it. For
+        an engine that closes its ranks before its leader. False when it is over, or was not idle in time.
+        """
+        until_s = time.monotonic() + timeout_s
+        idle = 0
+        while idle < _IDLE_LOOKS and time.monotonic() < until_s:
+            idle = 0 if any(self._executor.open_jobs().values()) else idle + 1
+            if self._is_over.wait(_IDLE_LOOK_S):
+                return False
+        return idle >= _IDLE_LOOKS
 
     def close(self) -> None:
         """Leave the replica, which is over then, and free L2. Idempotent. No tensor of ``l2`` may be used after."""

@@ -137,6 +137,7 @@ class Step(NamedTuple):
 class Load:
     done: bool = False
     failed: bool = False
+    by_source: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(eq=False)
@@ -207,7 +208,7 @@ class FakeCache:
         request.load = Load()
         return request.load
 
-    def save(self, request: Record, *, slots: Slots) -> None:
+    def save(self, request: Record, slots: Slots) -> None:
         assert not request.released
         self.log.append(("save", self.steps, slots))
         for group, pages in slots.items():
