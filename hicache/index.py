@@ -64,6 +64,7 @@ class Index:
         self.write_ahead: WriteAhead | None = None  # asked for room where what is unwritten is spared
         self.pools = self._room.pools
         self.evicted = self._room.evicted
+        self.published = 0  # entries so far
         self._has_gaps = has_gaps
         self._full_groups = tuple(group for group, reach in enumerate(spec.reach_pages) if reach is None)
         self._pending: dict[Node, int] = {}  # holds that have come and gone and are not yet counted in ``Node.held``
@@ -166,6 +167,7 @@ class Index:
     def publish(self, node: Node, tier: Tier, group: int, handle: int) -> Entry:
         """A complete copy lies in ``handle``, which the entry takes over from the caller. There was none before."""
         assert node.entries[tier][group] is None, "an object is published once in a tier"
+        self.published += 1
         entry = Entry(node, tier, group, handle)
         entry.used_at = self._tick
         node.entries[tier][group] = entry

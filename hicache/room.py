@@ -277,11 +277,11 @@ class Room:
 
     def _drop(self, subtree: Sequence[Node]) -> None:
         for node in reversed(subtree):
-            for entries in node.entries:
-                for entry in entries:
-                    if entry is not None:
-                        self._evict(entry)
-            self._tree.prune(node)
+            copies = [entry for entries in node.entries for entry in entries if entry is not None]
+            for entry in copies:
+                self._evict(entry)
+            if copies:  # else it has gone with the last page below it, or is none of those that go
+                self._tree.prune(node)
 
 
 def _last_use(entry: Entry) -> int:

@@ -157,7 +157,6 @@ class SlotDirectory:
         if not self._jobs.has_lost:
             self._saver.ask(record, record.own_pages)
         if record.prefetch is None or record.prefetch.concluded:
-            self._loader.forget(record)
             keys = [] if self._jobs.has_lost else record.keys[: record.restorable_pages]
             record.prefetch = self._prefetcher.start(keys, own=min(record.own_pages, len(keys)))
 

@@ -55,7 +55,7 @@ class SlotLoader:
         self._promise_s = promise_s
         self._promised: OrderedDict[SlotRecord, None] = OrderedDict()  # by when the promise ends, the first one first
         self._waiting: list[_LoadUnderWay] = []
-        self._targets: set[EngineSlot] = set()  # of all loads under way
+        self._targets: dict[EngineSlot, _LoadUnderWay] = {}
 
     # -- what can be restored ----------------------------------------------------------------------------------------
 
@@ -69,7 +69,7 @@ class SlotLoader:
             self.forget(record)
             return own
         promise = record.promise
-        if promise is None or promise.own_pages != own or not promise.is_final:
+        if promise is None or promise.own_pages != own or promise.published != self._index.published:
             promise = self._promise(record, own)
         if promise.pages <= own:
             self.forget(record)
@@ -83,8 +83,7 @@ class SlotLoader:
         pages = max(own, self._longest(record, own))
         keep = Keep() if pages <= own else self._index.keep(record.keys, pages)
         self.forget(record)
-        is_final = record.prefetch is None or record.prefetch.settled
-        record.promise = Promise(own, pages, keep, 0.0, is_final)
+        record.promise = Promise(own, pages, keep, 0.0, self._index.published)
         return record.promise
 
     def _longest(self, record: SlotRecord, own: int) -> int:
@@ -145,7 +144,7 @@ class SlotLoader:
         load.by_source = self._by_source(record, parts, own, pages)
         under_way = _LoadUnderWay(record, load, own, pages, keep, parts, items, set(targets))
         record.load = load, under_way.targets
-        self._targets |= under_way.targets
+        self._targets |= dict.fromkeys(under_way.targets, under_way)
         self._waiting.append(under_way)
         self.go_on()
         return load
@@ -180,7 +179,8 @@ class SlotLoader:
         assert under_way.job_id is not None
         record, load = under_way.record, under_way.load
         self._use.end(under_way.job_id, under_way.targets)
-        self._targets -= under_way.targets
+        for target in under_way.targets:
+            del self._targets[target]
         self._index.let_go(under_way.keep)
         self._stats.count("load", (group for _, group in under_way.parts), outcomes)
         failed = [part for part, outcome in zip(under_way.parts, outcomes, strict=True) if not outcome.is_ok]
@@ -212,7 +212,7 @@ class SlotLoader:
             if slot is None:
                 raise UsageError(f"load: no slot is named for page {page} of group {group}, which the prefix needs")
             targets.append(self._use.slot(group, slot))
-        if len(set(targets)) < len(targets) or not self._targets.isdisjoint(targets):
+        if len(set(targets)) < len(targets) or any(map(self._targets.__contains__, targets)):
             raise UsageError("load: a slot is named for two pages, or is the target of another load that is not done")
         return targets
 

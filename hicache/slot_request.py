@@ -46,7 +46,7 @@ class Promise:
     pages: int
     keep: Keep
     until_s: float
-    is_final: bool  # nothing of the request was on its way when it was made
+    published: int  # entries that had been published by then: more may make the prefix longer
 
 
 @dataclass(slots=True, eq=False)

@@ -106,8 +106,10 @@ class RankWorker:
         salt: bytes | None = None,
         device: str = "cpu",
         copies: str = "auto",
+        waits: bool = True,
     ) -> Self:
-        """Build the pools, connect to L3 and to the leader. Settings as in ``HiCache.open`` on the leader."""
+        """Build the pools, connect to L3 and to the leader. Settings as in ``HiCache.open`` on the leader; ``waits``:
+        see there where it is made of pools."""
         settings = MemorySettings(
             l1_pages=l1_pages,
             l1_state_slots=l1_state_slots,
@@ -123,7 +125,16 @@ class RankWorker:
         )
         memory = RankMemory.open(spec, settings, rank=rank)
         try:
-            return cls(spec, rank=rank, leader=leader, l1=memory.l1, l2=memory.l2, l3=memory.l3, copies=copies)
+            return cls(
+                spec,
+                rank=rank,
+                leader=leader,
+                l1=memory.l1,
+                l2=memory.l2,
+                l3=memory.l3,
+                copies=copies,
+                waits=waits,
+            )
         except BaseException:
             memory.close()
             raise

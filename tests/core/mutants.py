@@ -9,10 +9,11 @@ import inspect
 import sys
 import textwrap
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FunctionType
+from typing import Protocol
 
 from hicache.arena import Arena
 from hicache.directory import Directory
@@ -258,7 +259,23 @@ class Found:
     by: str
 
 
-def hunt(mutant: Mutant, *, first_seed: int = 0, steps_max: int = STEPS_MAX) -> Found | None:
+class AnyWalk(Protocol):
+    """A Walk, or a SlotWalk."""
+
+    steps: int
+
+    def step(self) -> None: ...
+
+    def wind_up(self) -> None: ...
+
+
+def hunt(
+    mutant: Mutant,
+    *,
+    walk_of: Callable[[int], AnyWalk] = walk_of,
+    first_seed: int = 0,
+    steps_max: int = STEPS_MAX,
+) -> Found | None:
     """Walk until something does not hold; None when everything holds for ``steps_max`` steps."""
     steps = 0
     with mutant.applied():
@@ -267,7 +284,7 @@ def hunt(mutant: Mutant, *, first_seed: int = 0, steps_max: int = STEPS_MAX) -> 
             try:
                 for _ in range(STEPS_PER_WALK):
                     walk.step()
-                walk.world.wind_up()
+                walk.wind_up()
             except Exception as error:  # whatever it is: it has been noticed
                 return Found(steps + walk.steps, _noticed_by(error))
             steps += walk.steps
@@ -277,18 +294,19 @@ def hunt(mutant: Mutant, *, first_seed: int = 0, steps_max: int = STEPS_MAX) -> 
 def _noticed_by(error: Exception) -> str:
     """The check of the model that did not hold, or the function of the product that noticed itself."""
     frames = traceback.extract_tb(error.__traceback__)
-    checks = [frame.name for frame in frames if frame.filename.endswith("invariants.py")]
+    checks = [frame.name for frame in frames if "invariants" in frame.filename]
     return checks[0] if checks else f"{frames[-1].name} ({type(error).__name__})"
 
 
-def main() -> None:
+def tell(mutants: Sequence[Mutant], walk_of: Callable[[int], AnyWalk]) -> None:
+    """Hunt those of ``mutants`` that the command line names, or all."""
     names = sys.argv[1:]
-    for mutant in MUTANTS:
+    for mutant in mutants:
         if not names or any(name in mutant.name for name in names):
-            found = hunt(mutant)
+            found = hunt(mutant, walk_of=walk_of)
             told = "SURVIVES" if found is None else f"{found.steps:6} steps  {found.by}"
             print(f"{mutant.name:62} {told}", flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    tell(MUTANTS, walk_of)

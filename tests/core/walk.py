@@ -43,6 +43,9 @@ class Walk:
     def step(self) -> None:
         self.do(self.rng.choices(list(MOVES), list(MOVES.values()))[0])
 
+    def wind_up(self) -> None:
+        self.world.wind_up()
+
     def do(self, move: Callable[[Walk], None]) -> None:
         self.steps += 1
         move(self)
