@@ -34,7 +34,7 @@ class Place:
 
 
 @dataclass(frozen=True, slots=True)
-class _Introduction:
+class Introduction:
     """What the workers tell each other, so that all have one spec; rank 0 says what the engine is."""
 
     layers: list[LayerBlocks]
@@ -53,12 +53,12 @@ class WorkerSide:
         *,
         leader: Ranks,
         identity: Callable[[], tuple[str, str, tuple[tuple[str, FieldValue], ...]]],
-        gather: Callable[[_Introduction], Sequence[_Introduction]],
+        gather: Callable[[Introduction], Sequence[Introduction]],
     ) -> None:
         """Take L2, connect to L3, and wait in the background for the leader. ``identity`` is called on rank 0 only;
         ``gather`` gives what all ranks have said, in their order. Raises ConfigError.
         """
-        own = _Introduction(
+        own = Introduction(
             described(kv_cache_config, tensors, tp_size=place.tp_size), identity() if place.rank == 0 else None
         )
         said = gather(own)
