@@ -234,8 +234,9 @@ class SlotCache:
 
     @property
     def stats(self) -> DirectoryStats:
-        """Counters since start; see DirectoryStats for what is conserved."""
-        return self._directory.stats
+        """Counters since start, as they are now; see DirectoryStats for what is conserved."""
+        with self._changed:
+            return self._directory.stats.copy()
 
     def flush(self, *, timeout_s: float) -> bool:
         """Wait until nothing is under way between the tiers. False when the time was not enough."""

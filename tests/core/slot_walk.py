@@ -35,7 +35,7 @@ class SlotWalk:
             job_items_max=self.setup.job_items_max,
             policy=POLICIES[policy],
             lacks=self.setup.lacks,
-            has_l3=rng.random() < 0.8,
+            has_l3=rng.random() < 0.75,
             ranks=self.setup.ranks,
             prefetch_l2_share=self.setup.prefetch_l2_share,
             store_l2_share=self.setup.store_l2_share,
