@@ -54,8 +54,9 @@ REACHED = {  # by name, at least so often
     **{f"{leg}.fault": 5 for leg in ("lookup", "confirm", "fetch", "load", "backup", "store")},
     **{f"tokens.{source}": 50 * PAGE for source in ("l1", "l2", "l3", "computed")},
     **{f"end.{stage}": 10 for stage in ("waiting", "loading", "computed")},
-    **dict.fromkeys(("one numbering", "window", "rank.lost", "policy.write_through_selective"), 3),
-    **dict.fromkeys(("loaded", "load.gone", "load.waits", "step.waits", "save.free", "restored.whole"), 10),
+    **dict.fromkeys(("one numbering", "window", "policy.write_through_selective"), 3),
+    **dict.fromkeys(("rank.lost", "load.waits"), 1),
+    **dict.fromkeys(("loaded", "load.gone", "step.waits", "save.free", "restored.whole"), 10),
     **dict.fromkeys(("backup.no_host_capacity", "backup.unreachable", "promise.expired", "preempted", "restart"), 10),
 }
 
