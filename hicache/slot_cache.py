@@ -236,8 +236,9 @@ class SlotCache:
 
     @property
     def stats(self) -> DirectoryStats:
-        """Counters since start; see DirectoryStats for what is conserved."""
-        return self._directory.stats
+        """Counters since start, as they are now; see DirectoryStats for what is conserved."""
+        with self._changed:
+            return self._directory.stats.copy()
 
     def read_stats(self, read: Callable[[DirectoryStats], T]) -> T:
         """What ``read`` makes of the counters, while nothing counts."""

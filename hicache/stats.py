@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from copy import copy
+from dataclasses import dataclass, field, fields
 
 from hicache.outcome import Outcome
 
@@ -35,6 +36,11 @@ class DirectoryStats:
     tokens_lost: Counter[str] = field(default_factory=Counter)  # evicted unwritten, by "<tier>.<group>"
     snapshots_thinned: int = 0  # boundaries whose snapshot went because its path had too many
     ranks_lost: dict[int, str] = field(default_factory=dict)  # why, by rank
+
+    def copy(self) -> DirectoryStats:
+        """What has been counted by now."""
+        values = {item.name: getattr(self, item.name) for item in fields(self)}
+        return DirectoryStats(**{name: copy(value) for name, value in values.items()})
 
     def count(self, leg: str, groups: Iterable[int], outcomes: Iterable[Outcome]) -> None:
         """Objects that went, or did not go, over ``leg``: backup, store, fetch, load, restore, snapshot, lookup, ..."""

@@ -116,6 +116,10 @@ class SlotEngine:
         wait_until(lambda: load.done, timeout_s=20, what="the load")
         return load
 
+    def save(self, request: SlotRequest, table: Table) -> None:
+        save = self.cache.save(request, table)
+        wait_until(lambda: save.done, timeout_s=20, what="the save")
+
     def store(self, tokens: Sequence[int], *, states: Sequence[int] | None = None, **identity: object) -> None:
         """A request that finds nothing: computes and saves everything, with a state at the end of each page."""
         pages = len(tokens) // PAGE

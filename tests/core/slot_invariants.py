@@ -71,6 +71,22 @@ def what_is_promised_is_here(world: SlotWorld) -> None:
             assert usable_beyond(world, life.record, life.computed) >= life.promised[0]
 
 
+def promises_end(world: SlotWorld) -> None:
+    """Nobody keeps L2 who does not come back for it."""
+    for life in world.alive:
+        assert life.record.promise is None or life.record.promise.until_s > world.slots.index.now_s
+
+
+def what_is_in_l2_can_be_reached(world: SlotWorld) -> None:
+    """Where nothing could be in L3, nor has failed, a page is there with its attention and after its parent."""
+    full = world.slots.index.rule.full_mask
+    if world.config.has_l3 or world.has_failed:
+        return
+    for node in world.slots.index.nodes.values():
+        for page in filter(None, (node, node.parent)):
+            assert not node.resident or (page.masks[Tier.L2] | page.copying) & full == full
+
+
 def the_tree_is_one(world: SlotWorld) -> None:
     """Each node can be reached from its first page on, and is there for a reason."""
     index = world.slots.index
@@ -140,6 +156,8 @@ ALWAYS = (
     no_slot_is_read_and_written_at_a_time,
     what_is_busy_is_said_to_be,
     what_is_promised_is_here,
+    promises_end,
+    what_is_in_l2_can_be_reached,
     the_tree_is_one,
     what_is_kept_cannot_be_evicted,
     what_l3_is_said_to_have_was_there,

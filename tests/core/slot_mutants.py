@@ -94,7 +94,13 @@ SLOT_MUTANTS = (
         "",
         Edit(SlotSaver._is_reachable, "return parent is None or", "return True or"),
     ),
-    mutant("a state is saved without its attention", SlotSaver._prepare, "if (below | wanted) & full != full or", "if"),
+    mutant(
+        "a state is saved without its attention",
+        SlotSaver._prepare,
+        "if (below | wanted) & full != full or",
+        "if",
+        Edit(SlotSaver._land, "(node.masks[Tier.L2] | node.in_l3 | groups) & full == full and ", ""),
+    ),
     mutant("a failed copy is published in L2", SlotSaver._land, "is_whole = complete and", "is_whole ="),
     mutant(
         "a failed save keeps its slots of L2",

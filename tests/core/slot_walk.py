@@ -35,7 +35,7 @@ class SlotWalk:
             job_items_max=self.setup.job_items_max,
             policy=POLICIES[policy],
             lacks=self.setup.lacks,
-            has_l3=rng.random() < 0.8,
+            has_l3=rng.random() < 0.75,
             ranks=self.setup.ranks,
             prefetch_l2_share=self.setup.prefetch_l2_share,
             store_l2_share=self.setup.store_l2_share,
@@ -137,10 +137,13 @@ def compute(walk: SlotWalk) -> None:
 
 
 def save(walk: SlotWalk) -> None:
-    """Any part of what there is."""
+    """Any part of what there is, or all but the attention of the last page."""
     if (life := walk.some_life()) and life.load is None:
         share = walk.rng.choice((0.5, 0.9, 1.0))
-        walk.world.save(life, [part for part in sorted(life.parts) if walk.rng.random() < share])
+        full = walk.world.slots.index.rule.full_mask if walk.rng.random() < 0.3 else 0
+        last = life.computed - 1
+        parts = [(page, group) for page, group in sorted(life.parts) if page < last or not full >> group & 1]
+        walk.world.save(life, [part for part in parts if walk.rng.random() < share])
 
 
 def compute_save_and_end(walk: SlotWalk) -> None:

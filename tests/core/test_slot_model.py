@@ -54,8 +54,9 @@ REACHED = {  # by name, at least so often
     **{f"{leg}.fault": 5 for leg in ("lookup", "confirm", "fetch", "load", "backup", "store")},
     **{f"tokens.{source}": 50 * PAGE for source in ("l1", "l2", "l3", "computed")},
     **{f"end.{stage}": 10 for stage in ("waiting", "loading", "computed")},
-    **dict.fromkeys(("one numbering", "window", "rank.lost", "policy.write_through_selective"), 3),
-    **dict.fromkeys(("loaded", "load.gone", "load.waits", "step.waits", "save.free", "restored.whole"), 10),
+    **dict.fromkeys(("one numbering", "window", "policy.write_through_selective"), 3),
+    **dict.fromkeys(("rank.lost", "load.waits"), 1),
+    **dict.fromkeys(("loaded", "load.gone", "step.waits", "save.free", "restored.whole"), 10),
     **dict.fromkeys(("backup.no_host_capacity", "backup.unreachable", "promise.expired", "preempted", "restart"), 10),
 }
 
@@ -73,17 +74,17 @@ def test_the_random_lives_reach_what_they_are_for() -> None:
 
 
 CHEAPEST = (
-    "a load does not wait for the save that reads its target",
     "a step does not wait for the saves that read its slots",
-    "what was promised may be evicted",
     "a load that failed is taken for whole",
-    "the engine's own pages are fetched all the same",
+    "what a load reads may be evicted",
+    "a failed copy is published in L2",
+    "what L3 does not have is noted as there",
 )
 
 
 @pytest.mark.parametrize("mutant", [mutant for mutant in SLOT_MUTANTS if mutant.name in CHEAPEST], ids=lambda m: m.name)
 def test_a_fault_in_the_directory_is_found_by_walking(mutant: Mutant) -> None:
-    assert hunt(mutant, walk_of=walk_of, steps_max=3000) is not None
+    assert hunt(mutant, walk_of=walk_of, steps_max=1000) is not None
 
 
 def test_every_mutant_fits_the_code() -> None:

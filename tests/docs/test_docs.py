@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -13,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 import pytest
 
-from hicache import CacheSpec, HiCache, PrefetchPolicy, Ranks, RankWorker, SnapshotPolicy
+from hicache import CacheSpec, HiCache, PrefetchPolicy, Ranks, RankWorker, SlotCache, SnapshotPolicy
 from hicache.outcome import Outcome
 from hicache.stats import DirectoryStats
 from tests.client.hicached import HicachedProcess
@@ -105,7 +106,7 @@ def test_every_setting_of_rank_processes_is_documented_with_its_default() -> Non
 def test_a_worker_takes_the_settings_of_the_leader() -> None:
     settings = inspect.signature(HiCache.open).parameters
     for name, parameter in inspect.signature(RankWorker.open).parameters.items():
-        if name not in ("rank", "leader"):
+        if name not in ("rank", "leader", "waits"):
             assert parameter.default == settings[name].default, name
 
 
@@ -116,6 +117,19 @@ def test_the_example_of_rank_processes_runs(tmp_path: Path) -> None:
     finished = subprocess.run([sys.executable, str(tmp_path / "ranks.py")], capture_output=True, text=True, timeout=100)
     assert finished.returncode == 0, finished.stderr
     assert finished.stdout.splitlines() == ["restored: 0", "restored: 32 lost: {}"]
+
+
+def test_every_call_of_an_engine_that_owns_its_slots_is_documented_and_the_example_runs(tmp_path: Path) -> None:
+    calls = [name for name, value in vars(SlotCache).items() if callable(value) and not name.startswith("_")]
+    assert sorted([*rows("An engine that owns its slots"), "close", "flush"]) == sorted(calls)
+    section = ENGINE.split("\n## An engine that owns its slots\n", 1)[1].split("\n## ", 1)[0]
+    [example] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    finished = subprocess.run(
+        [sys.executable, "-c", example], capture_output=True, text=True, timeout=60, env=environment
+    )
+    assert finished.returncode == 0, finished.stderr
+    assert finished.stdout.splitlines() == ["usable: 0", "usable: 32 failed: False block 9: 2.0"]
 
 
 def test_every_setting_of_ranks_is_documented_with_its_default_and_the_example_runs() -> None:
