@@ -11,13 +11,14 @@ from typing import Any
 
 import pytest
 
-from tests.daemon.rig import DaemonProcess, wait_until
+from tests.daemon.rig import DaemonProcess
 from tests.engines.vllm.models import MODELS, folder_of
 from tests.engines.vllm.rig import EngineProcess, Output, prompt
 
 StartDaemon = Callable[..., DaemonProcess]
 StartEngine = Callable[..., EngineProcess]
 
+ENGINE_ID = "engine-of-the-leak-test"
 PATIENT = {"lookup_timeout_s": 20, "load_timeout_s": 20, "store_timeout_s": 20}  # a busy machine is no fault
 
 
@@ -195,11 +196,12 @@ def test_nothing_of_an_engine_is_left_behind(start: StartDaemon, engine: StartEn
     asked = prompts("llama")
     held = []
     for _ in range(3):
-        process.start("llama", tiered(daemon))
+        process.start("llama", tiered(daemon) | {"engine_id": ENGINE_ID})
         process.generate(*asked)
+        in_use = process.run("holdings")["shared_memory"]
         process.stop()
         held.append(process.run("holdings"))
-    assert held[1] == held[2]
-    wait_until(
-        lambda: not any("vllm_offload" in name for name in held[2]["shared_memory"]), what="no shared memory left"
-    )
+    assert any(ENGINE_ID in name for name in in_use)
+    assert not any(ENGINE_ID in name for name in held[2]["shared_memory"])
+    for name in ("descriptors", "memfds", "sockets", "threads"):
+        assert held[1][name] == held[2][name]
