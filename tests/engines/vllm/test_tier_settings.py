@@ -56,12 +56,12 @@ def offloading_spec(*, events: bool = False) -> Any:
 class Rig:
     """A tier over rows of its own, in the place where vLLM would make it."""
 
-    def __init__(self, weights: Path, address: str | None, *, events: bool = False, **settings: Any) -> None:
+    def __init__(self, folder: Path, address: str | None, *, events: bool = False, **settings: Any) -> None:
         vllm_config, kv_cache_config = engine_config_of(), cache_config_of(Spec())  # the tier finds them up the stack
         vllm_config.speculative_config = vllm_config.lora_config = None
         vllm_config.use_v2_model_runner = False
         vllm_config.load_config = SimpleNamespace(load_format="auto", download_dir=None)
-        vllm_config.model_config.model = str(weights)
+        vllm_config.model_config.model = str(folder)
         vllm_config.cache_config.prefix_caching_hash_algo = settings.pop("hash_algorithm", "sha256_cbor")
         vllm_config.lora_config = settings.pop("lora_config", None)
         assert kv_cache_config is not None
