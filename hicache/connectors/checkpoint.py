@@ -9,7 +9,7 @@ import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from hashlib import blake2b, sha256
+from hashlib import blake2b
 from itertools import islice
 from pathlib import Path
 from typing import Literal, TypeAlias
@@ -69,11 +69,14 @@ def fingerprint_checkpoint(folder: Path, *, depth: Depth = "sampled", threads: i
         )
     fields: list[tuple[str, FieldValue]] = []
     with ThreadPoolExecutor(threads, thread_name_prefix="hicache-checkpoint") as pool:
+        known = {path: _hub_sha256(path) for path in weights}
+        whole = {path: pool.submit(_sha256, path) for path in weights if depth == "full" and known[path] is None}
         for path in files:
             if path.suffix in (".json", ".py"):
-                fields.append((path.name, sha256(path.read_bytes()).digest()))
-            elif path.suffix in _WEIGHTS:
-                fields += _weight_file(path, depth, pool)
+                fields.append((path.name, _sha256(path)))
+            elif path in known:
+                fields += _sampled_fields(path, pool)
+                fields.append((f"{path.name}.sha256", whole[path].result() if path in whole else known[path]))
     return digest_fields(fields).hex()
 
 
@@ -93,13 +96,12 @@ def _files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else iter(())
 
 
-def _weight_file(path: Path, depth: Depth, pool: ThreadPoolExecutor) -> Iterator[tuple[str, FieldValue]]:
+def _sampled_fields(path: Path, pool: ThreadPoolExecutor) -> Iterator[tuple[str, FieldValue]]:
     file = os.open(path, os.O_RDONLY)
     try:
         size_bytes = os.fstat(file).st_size
         yield f"{path.name}.size", size_bytes
         yield f"{path.name}.sampled", _sampled(file, size_bytes, path.suffix, pool)
-        yield f"{path.name}.sha256", _hub_sha256(path) or (_sha256(path) if depth == "full" else None)
     finally:
         os.close(file)
 

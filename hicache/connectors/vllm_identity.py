@@ -40,6 +40,7 @@ _CONFIG_FIELDS: Mapping[str, tuple[str, ...]] = {
         "model_class_overrides",
         "convert",
         "runner",
+        "trust_remote_code",
     ),
     "model_config.multimodal_config": (
         "language_model_only",
@@ -48,6 +49,7 @@ _CONFIG_FIELDS: Mapping[str, tuple[str, ...]] = {
         "mm_device_do_normalize",
         "mm_encoder_only",
         "mm_encoder_attn_dtype",
+        "mm_encoder_fp8_scale_path",
         "video_pruning_rate",
         "video_pruning_method",
         "mm_hasher_algorithm",
@@ -62,6 +64,7 @@ _CONFIG_FIELDS: Mapping[str, tuple[str, ...]] = {
         "mamba_ssm_cache_dtype",
         "mamba_cache_mode",
         "use_replayssm",
+        "replayssm_buffer_len",
         "use_kda_recoverssm",
         "kv_sharing_fast_prefill",
     ),
@@ -79,11 +82,23 @@ _CONFIG_FIELDS: Mapping[str, tuple[str, ...]] = {
         "flash_attn_version",
         "mla_prefill_backend",
         "indexer_kv_dtype",
+        "indexer_sparse_logits",
         "hisparse_config",
         "use_non_causal",
+        "use_trtllm_attention",
+        "use_prefill_query_quantization",
+        "disable_flashinfer_q_quantization",
+        "flex_attn_kv_block_size",
     ),
     "mamba_config": ("backend", "enable_stochastic_rounding"),
-    "lora_config": ("lora_dtype", "default_mm_loras", "enable_tower_connector_lora"),
+    "lora_config": (
+        "lora_dtype",
+        "target_modules",
+        "default_mm_loras",
+        "enable_tower_connector_lora",
+        "enable_mixed_moe_lora_format",
+        "enable_moe_shared_loras",
+    ),
     "speculative_config": (
         "method",
         "num_speculative_tokens",
@@ -91,8 +106,11 @@ _CONFIG_FIELDS: Mapping[str, tuple[str, ...]] = {
         "kv_cache_dtype",
         "attention_backend",
         "disable_eagle_block_drop",
+        "parallel_drafting",
+        "index_share_for_mtp_iteration",
     ),
 }
+_CONFIGS_WHOLE = ("additional_config", "engram_config", "diffusion_config")
 _KV_CACHE_FIELDS = ("kv_cache_layout", "hash_block_size", "kv_tp_replicas")
 _GROUP_FIELDS = ("is_eagle_group", "host_resident", "enable_kv_transfer", "role")
 
@@ -249,6 +267,8 @@ def _config_pairs(vllm_config: Any) -> Iterator[tuple[str, object]]:
         if config is not None:
             for name in names:
                 yield f"{part}.{name}", _plain(f"{part}.{name}", getattr(config, name, "absent"))
+    for part in _CONFIGS_WHOLE:
+        yield part, _plain(part, getattr(vllm_config, part, None))
     model = vllm_config.model_config
     yield from _hf_pairs("hf", model.hf_config)
     if model.hf_text_config is not model.hf_config:

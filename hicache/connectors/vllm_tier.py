@@ -8,6 +8,7 @@ of what is under way. See docs/vllm_tier.md.
 
 from __future__ import annotations
 
+import logging
 import os
 import sys
 from collections import Counter
@@ -31,7 +32,8 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.tiering.base import JobResult, SecondaryTierManager, TransferJob
 
-from hicache.connect import DAEMON_SCHEMES, open_l3
+from hicache.client import ClientSettings, DaemonL3
+from hicache.connect import DAEMON_SCHEMES
 from hicache.connectors.checkpoint import DEPTHS
 from hicache.connectors.row_store import Finished, RowSettings, RowStore
 from hicache.connectors.vllm_facts import engine_facts, weights_folder
@@ -40,6 +42,8 @@ from hicache.errors import ConfigError
 from hicache.groups import StateField, StateGroup
 from hicache.keys import FieldValue, object_key
 from hicache.spec import CacheSpec
+
+_log = logging.getLogger(__name__)
 
 TIER_FORMAT = 1
 _SETTINGS = ("l3", "token_file", "weights", "weights_revision", "adapters_never_change", "enable_kv_events", "locality")
@@ -94,8 +98,7 @@ class HiCacheTier(SecondaryTierManager):
         self.locality = Locality(settings.get("locality", "REMOTE" if address.startswith("tcp") else "LOCAL"))
         self._events: list[OffloadingEvent] | None = _event_list(offloading_spec, settings)
         self._memory = CpuTierMemory(primary_kv_view)
-        l3 = open_l3(address, spec=spec, memory=self._memory, token=token)
-        assert l3 is not None
+        l3 = _connected(address, spec, self._memory, token)
         self._rows = RowStore(
             l3, row_bytes=self._row_bytes, row_stride_bytes=self.block_size_bytes, settings=row_settings
         )
@@ -207,6 +210,22 @@ class HiCacheTier(SecondaryTierManager):
             transfer_time=ended.seconds,
             transfer_bytes=len(arrived) * self._row_bytes,
         )
+
+
+def _connected(address: str, spec: CacheSpec, memory: CpuTierMemory, token: str) -> DaemonL3:
+    """A client whose first attempt has ended, so that the first requests find what is there. Where hicached is away, it
+    is used as soon as it is there. Raises ConfigError for a refusal that lasts."""
+    client = DaemonL3(address, spec=spec, memory=memory, token=token)
+    fault = client.wait_first_answer()
+    if fault is not None and fault.is_lasting:
+        client.close()
+        memory.close()
+        raise ConfigError(
+            "secondary_tiers.l3", address, f"a hicached that serves this engine, which refused it: {fault}"
+        )
+    if fault is not None or not client.wait_ready(timeout_s=ClientSettings().connect_timeout_s):
+        _log.warning("hicached at %s does not answer (%s): its chunks are misses until it does", address, fault)
+    return client
 
 
 def _configs_of_caller() -> tuple[Any, Any]:

@@ -128,6 +128,14 @@ def test_each_config_field_changes_the_namespace(part: str, name: str) -> None:
     assert len(seen) == 7
 
 
+def test_configs_that_count_whole_change_the_namespace() -> None:
+    seen = {identity().digest}
+    for part in vllm_identity._CONFIGS_WHOLE:
+        for value in ({"a": 1}, Spec(), Spec(block_size=1)):
+            seen.add(identity(lambda engine, _, part=part, value=value: setattr(engine, part, value)).digest)
+    assert len(seen) == 1 + 3 * len(vllm_identity._CONFIGS_WHOLE)
+
+
 SPEC_CHANGES: list[Any] = [
     Spec(block_size=32),
     Spec(num_kv_heads=4),

@@ -11,21 +11,23 @@ from typing import Any
 
 import pytest
 
-from tests.daemon.rig import DaemonProcess, wait_until
+from tests.daemon.rig import DaemonProcess
 from tests.engines.vllm.models import MODELS, folder_of
 from tests.engines.vllm.rig import EngineProcess, Output, prompt
 
 StartDaemon = Callable[..., DaemonProcess]
 StartEngine = Callable[..., EngineProcess]
 
+ENGINE_ID = "engine-of-the-leak-test"
+ROPE = {"hf_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}}
 PATIENT = {"lookup_timeout_s": 20, "load_timeout_s": 20, "store_timeout_s": 20}  # a busy machine is no fault
 
 
-def tiered(daemon: DaemonProcess, **settings: object) -> dict[str, Any]:
-    """vLLM's own connector and CPU tier, with HiCacheTier below."""
+def tiered(daemon: DaemonProcess, *, mutant: str | None = None, **settings: object) -> dict[str, Any]:
+    """vLLM's own connector and CPU tier, with HiCacheTier below, or one of tier_mutants.py."""
     tier = {
-        "type": "HiCacheTier",
-        "module_path": "hicache.connectors.vllm_tier",
+        "type": mutant or "HiCacheTier",
+        "module_path": "tests.engines.vllm.tier_mutants" if mutant else "hicache.connectors.vllm_tier",
         "l3": f"unix://{daemon.settings['socket']}",
     }
     return {
@@ -98,12 +100,11 @@ def test_other_weights_or_another_rope_at_the_same_path_are_misses(
     other = folder_of("llama", models, seed=1)
     process = own_process(EngineProcess(tmp_path, models))
     asked = prompts("llama")[0]
-    rope = {"hf_overrides": {"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}}
-    [expected_rope] = plain_with(process, asked, **rope)
+    [expected_rope] = plain_with(process, asked, **ROPE)
     process.start("llama", tiered(daemon))
     assert process.ask(asked).external == 0
     process.stop()
-    process.start("llama", tiered(daemon), **rope)
+    process.start("llama", tiered(daemon), **ROPE)
     scaled = process.ask(asked)
     process.stop()
     shutil.move(mine, tmp_path / "before")
@@ -127,6 +128,67 @@ def plain_with(process: EngineProcess, asked: list[int], **settings: object) -> 
     answers = process.generate(asked)
     process.stop()
     return answers
+
+
+@pytest.mark.parametrize(
+    ("mutant", "model", "second"),
+    [
+        ("NoNamespace", "llama", ROPE),
+        ("WrongRow", "llama", {}),
+        ("NoLoad", "llama", {}),
+        ("WrongRow", "qwen3-next", {}),
+        ("NoGroup", "qwen3-next", {}),
+    ],
+)
+def test_these_checks_tell_a_tier_with_a_fault(
+    start: StartDaemon, engine: StartEngine, mutant: str, model: str, second: dict[str, Any]
+) -> None:
+    daemon = start()
+    process = engine()
+    asked = prompt(1, tokens=3 * MODELS[model].page_tokens + 7)
+    process.start(model, **second)
+    expected = process.ask(asked)
+    process.stop()
+    process.start(model, tiered(daemon, mutant=mutant))
+    process.ask(asked)
+    process.stop()
+    process.start(model, tiered(daemon, mutant=mutant), **second)
+    wrong = process.ask(asked)
+    process.stop()
+    assert wrong.external > 0
+    assert wrong.tokens != expected.tokens
+
+
+def test_two_ranks_each_get_their_own_part_of_a_row(start: StartDaemon, engine: StartEngine) -> None:
+    daemon = start()
+    process = engine(in_process=False)
+    asked = prompts("llama")
+    process.start("llama", tiered(daemon), tensor_parallel_size=2)
+    first = process.generate(*asked)
+    process.stop()
+    process.start("llama", tiered(daemon), tensor_parallel_size=2)
+    again = process.generate(*asked)
+    process.stop()
+    process.start("llama", tiered(daemon))
+    alone = process.generate(*asked)
+    process.stop()
+    assert tokens(again) == tokens(first)
+    assert (first[0].external, again[0].external, alone[0].external) == (0, 5 * 32, 0)
+
+
+def test_a_full_hicached_goes_on_serving(start: StartDaemon, engine: StartEngine) -> None:
+    """It has room for about half of what is stored, and evicts; vLLM is told nothing but misses."""
+    daemon = start(capacity_bytes="1MiB")
+    process = engine()
+    asked = [prompt(seed, tokens=103) for seed in range(20)]
+    expected = tokens(plain(process, "llama", *asked))
+    for _ in range(2):
+        process.start("llama", tiered(daemon))
+        outputs = process.generate(*asked)
+        process.stop()
+        assert tokens(outputs) == expected
+    assert daemon.process.poll() is None
+    assert outputs[0].external < 20 * 96
 
 
 def test_an_engine_survives_a_hicached_that_dies_hangs_and_comes_back(start: StartDaemon, engine: StartEngine) -> None:
@@ -195,11 +257,12 @@ def test_nothing_of_an_engine_is_left_behind(start: StartDaemon, engine: StartEn
     asked = prompts("llama")
     held = []
     for _ in range(3):
-        process.start("llama", tiered(daemon))
+        process.start("llama", tiered(daemon) | {"engine_id": ENGINE_ID})
         process.generate(*asked)
+        in_use = process.run("holdings")["shared_memory"]
         process.stop()
         held.append(process.run("holdings"))
-    assert held[1] == held[2]
-    wait_until(
-        lambda: not any("vllm_offload" in name for name in held[2]["shared_memory"]), what="no shared memory left"
-    )
+    assert any(ENGINE_ID in name for name in in_use)
+    assert not any(ENGINE_ID in name for name in held[2]["shared_memory"])
+    for name in ("descriptors", "memfds", "sockets", "threads"):
+        assert held[1][name] == held[2][name]
