@@ -11,8 +11,10 @@ import pytest
 from tests.daemon.conftest import folder, start, start_thread  # noqa: F401
 from tests.daemon.rig import DaemonProcess
 from tests.engines.vllm.rig import EngineProcess
+from tests.engines.vllm.server import Server
 
 StartEngine = Callable[..., EngineProcess]
+StartServer = Callable[..., Server]
 
 
 @pytest.fixture(scope="session")
@@ -39,5 +41,18 @@ def engine(tmp_path: Path, models: Path) -> Iterator[StartEngine]:
             process = EngineProcess(tmp_path, models, in_process=in_process, **environment)
             stack.callback(process.close)
             return process
+
+        yield make
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StartServer]:
+    """Starts HTTP servers; see ``Server``."""
+    with ExitStack() as stack:
+
+        def make(model: str, connector: dict[str, object]) -> Server:
+            started = Server(tmp_path, model, connector)
+            stack.callback(started.close)
+            return started.wait_ready()
 
         yield make
