@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from hicache.ranks.settings import Ranks
     from hicache.ranks.worker import RankWorker
     from hicache.sequence import Hit, Request, Restored, Stored
+    from hicache.slot_cache import SlotCache, SlotRequest
+    from hicache.slot_directory import Step
+    from hicache.slot_request import SlotLoad, SlotSave
     from hicache.spec import CacheSpec, HeadSplit, PagedGroup, StateField, StateGroup
 
 __all__ = [
@@ -33,10 +36,15 @@ __all__ = [
     "Ranks",
     "Request",
     "Restored",
+    "SlotCache",
+    "SlotLoad",
+    "SlotRequest",
+    "SlotSave",
     "SnapshotPolicy",
     "StateField",
     "StateGroup",
     "StateNotCommitted",
+    "Step",
     "Stored",
     "UsageError",
 ]
@@ -48,6 +56,9 @@ _MODULES = {
     "Ranks": "hicache.ranks.settings",
     **dict.fromkeys(("Hit", "Request", "Restored", "Stored"), "hicache.sequence"),
     "PrefetchPolicy": "hicache.policies.prefetch",
+    **dict.fromkeys(("SlotCache", "SlotRequest"), "hicache.slot_cache"),
+    **dict.fromkeys(("SlotLoad", "SlotSave"), "hicache.slot_request"),
+    "Step": "hicache.slot_directory",
     "SnapshotPolicy": "hicache.policies.snapshot",
     **dict.fromkeys(("CacheSpec", "HeadSplit", "PagedGroup", "StateField", "StateGroup"), "hicache.spec"),
 }

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
 from hicache.arena import arena_layout
 from hicache.connect import CAPACITY_BYTES_DEFAULT
 from hicache.directory import Directory, DirectoryConfig
-from hicache.errors import ConfigError, UsageError
-from hicache.executor import Executor
+from hicache.errors import UsageError
 from hicache.keys import BlockKeys, FieldValue, Tokens, token_array
 from hicache.l3 import L3
 from hicache.loader import Load
@@ -21,10 +19,9 @@ from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy, write_policy_of
 from hicache.pools import L1Pool, L2Pool
-from hicache.pump import Pump
 from hicache.rank_memory import MemorySettings, RankMemory
-from hicache.ranks.leader import open_links
 from hicache.ranks.settings import Ranks
+from hicache.replica import Replica
 from hicache.request import RequestRecord
 from hicache.sequence import Request, Restored, Stored
 from hicache.spec import CacheSpec
@@ -61,10 +58,6 @@ class HiCache:
         Where the spec has more ranks, waits for all of them at ``ranks``. Takes ``l2`` and ``l3`` over, but for when it
         raises: ConfigError when ranks have not come in time.
         """
-        if l1 is None and (l2 is not None or l3 is not None):
-            raise ConfigError("l1", l1, "a pool beside l2 and l3, or none of the three: see HiCache.lead")
-        if l1 is not None and l1.rank.rank != 0:
-            raise ConfigError("l1.rank", l1.rank.rank, "the pool of rank 0, which the leader is")
         self.spec = spec
         self._l1 = l1
         self.l2 = l2
@@ -75,16 +68,9 @@ class HiCache:
         self._clock = clock
         self._keys = BlockKeys(spec.namespace, page_tokens=spec.page_tokens, key_hash=spec.key_hash)
         self._closed = False
-        self._executor: Executor | None = None
-        with ExitStack() as undo:
-            if l1 is not None:
-                self._executor = Executor(
-                    spec, l1, l2, l3, on_complete=lambda done: self._pump.complete(0, done), copies=copies
-                )
-                undo.callback(self._executor.close)
-            self._links = open_links(spec, ranks, l1=l1, l2=l2, has_l3=l3 is not None)
-            undo.callback(self._links.close)
-            common = self._links.common
+        self._replica = Replica(spec, l1=l1, l2=l2, l3=l3, ranks=ranks, copies=copies)
+        common = self._replica.common
+        try:
             config = DirectoryConfig(
                 common.l1_slots,
                 common.l2_slots,
@@ -97,10 +83,11 @@ class HiCache:
             self._directory = Directory(
                 spec, config, write_policy=write_policy_of(write_policy), snapshot_policy=snapshot_policy
             )
-            undo.pop_all()
-        self._pump = Pump(self._directory, self._executor, self._links, clock=clock)
+        except BaseException:
+            self._replica.give_up()
+            raise
+        self._pump = self._replica.start(self._directory, clock=clock)
         self._changed = self._pump.changed
-        self._links.start(on_complete=self._pump.complete, on_lost=self._pump.lose)
 
     @classmethod
     def open(
@@ -277,7 +264,7 @@ class HiCache:
 
     def _is_loaded(self, record: RequestRecord, patient: bool) -> bool:
         """Load, and wait for the copies; False when L1 has no room, or they have not ended in time."""
-        until_s = time.monotonic() + self._links.load_timeout_s
+        until_s = time.monotonic() + self._replica.load_timeout_s
         self._check_open()
         while (progress := self._directory.load(record, patient=patient)) is Load.STARTED:
             self._pump.pump()
@@ -428,10 +415,7 @@ class HiCache:
                 return
             self._closed = self._pump.is_closed = True
             self._changed.notify_all()
-        self._links.close()
-        is_memory_ours = self._executor is None or self._executor.close()
-        if self.l2 is not None and is_memory_ours:  # else hicached may still write there: the memory is left to it
-            self.l2.close()
+        self._replica.close()
 
     def __enter__(self) -> Self:
         return self

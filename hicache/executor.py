@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
 
 from hicache.copies import Copies, copies_for
@@ -55,10 +55,11 @@ class Executor:
     """Completes every job exactly once, whatever happens, and never raises into the engine for a fault.
 
     SNAPSHOT, RESTORE, RESET, CLEAR and LOAD run in the thread that submits them, so that what this thread computes
-    next sees them; BACKUP runs in a copy thread after what this thread had asked compute to do; jobs for L3 run in
-    threads of their own kind. Outcomes that are made here: IO_ERROR for a copy or call that raised, BAD_RANGE for a
-    slot or group that does not exist, UNAVAILABLE without L3, DEADLINE for what was not begun in time, REFUSED when
-    too many jobs of the kind are open, CANCELLED for jobs given up by ``close`` or submitted after it.
+    next sees them; BACKUP, and LOAD beside compute, run each in a copy thread after what this thread had asked compute
+    to do; jobs for L3 run in threads of their own kind. Outcomes that are made here: IO_ERROR for a copy or call that
+    raised, BAD_RANGE for a slot or group that does not exist, UNAVAILABLE without L3, DEADLINE for what was not begun
+    in time, REFUSED when too many jobs of the kind are open, CANCELLED for jobs given up by ``close`` or submitted
+    after it.
 
     Sources and targets are the executor's from ``submit`` until the job's completion.
     """
@@ -122,6 +123,16 @@ class Executor:
             pending.settle_rest(Outcome.UNAVAILABLE)
         else:
             self._lanes[kind].submit(self._transfer_task(self._transfers, job, pending))
+
+    def wait_done(self, job_ids: Collection[int], *, timeout_s: float) -> bool:
+        """Wait until these jobs, as far as they were submitted, touch no byte any more. Whether they do not by then."""
+        if not job_ids:
+            return True
+        wanted = set(job_ids)
+        with self._lock:
+            return self._settled.wait_for(
+                lambda: wanted.isdisjoint(pending.job_id for pending in self._all_open()), timeout=timeout_s
+            )
 
     def compute_here(self) -> None:
         """The calling thread computes from now on: whichever thread submits a copy, it is ordered against this one."""
@@ -252,7 +263,9 @@ class Executor:
 
     def _submit_copies(self, job: CopyJob, pending: PendingJob) -> None:
         if job.kind is CopyKind.BACKUP:
-            self._submit_backup(job, pending)
+            self._submit_beside(job, pending, self._lanes["backup"])
+        elif job.kind is CopyKind.LOAD and job.beside_compute:
+            self._submit_beside(job, pending, self._lanes["load"])
         elif job.kind is CopyKind.LOAD:
             self._load(job, pending)
         elif pending.start():  # within L1: in the order of compute itself
@@ -260,7 +273,8 @@ class Executor:
             self._order.run_in_compute(lambda: self._copy(job, outcomes))
             pending.settle(range(len(outcomes)), outcomes)
 
-    def _submit_backup(self, job: CopyJob, pending: PendingJob) -> None:
+    def _submit_beside(self, job: CopyJob, pending: PendingJob, lane: Lane) -> None:
+        """Copy in the thread of ``lane``, after what this thread has asked compute to do so far."""
         try:
             mark = self._order.mark()
         except Exception as error:
@@ -280,7 +294,7 @@ class Executor:
             else:
                 pending.settle(range(len(outcomes)), outcomes)
 
-        self._lanes["backup"].submit(task)
+        lane.submit(task)
 
     def _load(self, job: CopyJob, pending: PendingJob) -> None:
         if not pending.start():

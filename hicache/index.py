@@ -31,6 +31,9 @@ class Index:
     Nothing below a page is kept without the page, so whoever keeps a page keeps the way to it: a hold on the deepest
     page of a path protects the path. Holds are noted, and go up the tree only when somebody asks what may be evicted;
     each page counts its held children, and a hold stops at the first page that was held before.
+
+    With ``has_gaps`` a page may be here whose ancestors are not: the engine has them itself, or L3 has. Their nodes
+    then stand in the tree with nothing in them.
     """
 
     def __init__(
@@ -40,6 +43,7 @@ class Index:
         *,
         l1_arena: ArenaLayout | None = None,
         has_l3: bool = False,
+        has_gaps: bool = False,
         spares_unwritten: bool = False,
         lost: Counter[str] | None = None,
         eviction: Callable[[Callable[[Entry], int]], EvictionPolicy[Entry]] = Lru,
@@ -60,21 +64,25 @@ class Index:
         self.write_ahead: WriteAhead | None = None  # asked for room where what is unwritten is spared
         self.pools = self._room.pools
         self.evicted = self._room.evicted
+        self._has_gaps = has_gaps
         self._full_groups = tuple(group for group, reach in enumerate(spec.reach_pages) if reach is None)
         self._pending: dict[Node, int] = {}  # holds that have come and gone and are not yet counted in ``Node.held``
-        self._group_count = len(spec.groups)
+        self.group_count = len(spec.groups)
         self._tick = 0
 
     # -- nodes -------------------------------------------------------------------------------------------------------
 
-    def attention_pages(self, keys: Sequence[bytes]) -> int:
+    def attention_pages(self, keys: Sequence[bytes], *, own: int = 0) -> int:
         """Leading pages that have all full-attention objects here; 0 without such groups. O(log n) look-ups.
 
-        No page is here without all pages before it, so the last one can be searched for by halves.
+        No page is here without all pages before it, so the last one can be searched for by halves. With gaps it cannot:
+        O(n) then. The engine has the first ``own`` pages itself.
         """
         full = self.rule.full_mask
         if not full or not keys:
             return 0
+        if self._has_gaps:
+            return next((page for page in range(own, len(keys)) if self.resident(keys[page]) & full != full), len(keys))
         if self.resident(keys[-1]) & full == full:
             return len(keys)
         return bisect_left(keys, x=True, key=lambda key: self.resident(key) & full != full)
@@ -84,14 +92,19 @@ class Index:
         node = self.nodes.get(key)
         return 0 if node is None else node.resident
 
-    def match(self, keys: Sequence[bytes]) -> int:
-        """The longest usable prefix, in pages."""
-        pages = self.attention_pages(keys) if self.rule.full_mask else len(keys)
+    def match(self, keys: Sequence[bytes], *, own: int = 0) -> int:
+        """The longest usable prefix, in pages. The engine has all of the first ``own`` pages itself."""
+        pages = self.attention_pages(keys, own=own) if self.rule.full_mask else len(keys)
         if not self.rule.partial:
             return pages
-        if self.rule.full_mask:
+        if self.rule.full_mask and not self._has_gaps:
             return self.rule.longest(pages, (node.resident for node in self.path(keys, pages)))
-        return self.rule.longest(pages, map(self.resident, reversed(keys)))
+        masks = (self.available(keys, page, own=own) for page in range(pages - 1, -1, -1))
+        return self.rule.longest(pages, masks)
+
+    def available(self, keys: Sequence[bytes], page: int, *, own: int) -> int:
+        """The groups of a page that are here, or that the engine has itself, as a mask."""
+        return self.rule.all_mask if page < own else self.resident(keys[page])
 
     def path(self, keys: Sequence[bytes], pages: int) -> Iterator[Node]:
         """What is here of the pages of a usable prefix, from its end to its first page."""
@@ -112,25 +125,41 @@ class Index:
     def obtain(self, keys: Sequence[bytes], page: int) -> Node:
         """The node of ``keys[page]``, made when there is none; ``keys`` are a sequence's, from its first page on.
 
-        Its parent is here when the spec has full-attention groups. Without them pages stand alone.
+        Its parent is here when the spec has full-attention groups, but for gaps. Without such groups pages stand alone.
         """
-        node = self.nodes.get(keys[page])
-        if node is None:
-            parent = self.nodes[keys[page - 1]] if page and self.rule.full_mask else None
-            node = self.nodes[keys[page]] = Node(keys[page], parent, page, self._group_count, self._tick)
+        if (node := self.nodes.get(keys[page])) is not None:
+            return node
+        first = page
+        while self.rule.full_mask and first and keys[first - 1] not in self.nodes:
+            assert self._has_gaps, "the parent of a page is here"
+            first -= 1
+        parent = self.nodes[keys[first - 1]] if first and self.rule.full_mask else None
+        for number in range(first, page + 1):
+            node = self.nodes[keys[number]] = Node(keys[number], parent, number, self.group_count, self._tick)
             if parent is not None:
                 parent.children.add(node)
+            parent = node
+        assert node is not None
         return node
 
     def prune(self, node: Node | None) -> None:
         """Forget ``node`` when nothing of it is here, under way or below it; then its parents likewise."""
-        while node is not None and not (node.resident or node.children or node.copying or node.storing):
+        while node is not None and not (node.resident or node.children or node.copying or node.storing or node.anchors):
             del self.nodes[node.key]
             parent = node.parent
             if parent is not None:
                 parent.children.discard(node)
                 self._room.wake(parent)
             node = parent
+
+    def anchor(self, node: Node | None, *, instead_of: Node | None) -> Node | None:
+        """Know the path to ``node``, and what L3 has of it, even when nothing of it is here. Returns ``node``."""
+        if node is not None:
+            node.anchors += 1
+        if instead_of is not None:
+            instead_of.anchors -= 1
+            self.prune(instead_of)
+        return node
 
     # -- entries -----------------------------------------------------------------------------------------------------
 
@@ -214,9 +243,14 @@ class Index:
         parts = ((self.nodes.get(keys[page]), group) for page, group in self.rule.needed_partial(pages))
         entries = (node.nearest(group) for node, group in parts if node is not None)
         keep = Keep(entries=[self.pin(entry) for entry in entries if entry is not None])
-        if reached := self.attention_pages(keys[:pages]):
-            self.hold(keep, self.nodes[keys[reached - 1]])
+        self.hold(keep, self._deepest(keys, pages))
         return keep
+
+    def _deepest(self, keys: Sequence[bytes], pages: int) -> Node | None:
+        """The last of ``pages`` pages that has its full-attention objects here. O(pages after it)."""
+        full = self.rule.full_mask
+        here = (self.nodes.get(keys[page]) for page in range(pages - 1 if full else -1, -1, -1))
+        return next((node for node in here if node is not None and node.resident & full == full), None)
 
     def hold(self, keep: Keep, node: Node | None) -> None:
         """Keep the path that ends at ``node``, and no longer the one that ``keep`` held."""
@@ -253,7 +287,9 @@ class Index:
                 return
             for group in self._full_groups:
                 entry = node.nearest(group)
-                assert entry is not None, "what is held is here"
+                if entry is None:
+                    assert self._has_gaps, "what is held is here"
+                    continue
                 self._room.withdraw(entry) if node.held else self._room.offer(entry)
             if node.held:
                 node.used_at = self._tick

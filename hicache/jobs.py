@@ -45,11 +45,16 @@ class LookupItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class CopyJob(msgspec.Struct, frozen=True, tag=True):
-    """Move pages or states within this engine. LOAD into a state group's slot empties its transient fields."""
+    """Move pages or states within this engine. LOAD into a state group's slot empties its transient fields.
+
+    A LOAD ``beside_compute`` is for slots that nobody computes on before it is answered: it starts in its turn, and no
+    step waits for its end.
+    """
 
     job_id: int
     kind: CopyKind
     items: tuple[CopyItem, ...]
+    beside_compute: bool = False
 
 
 class FetchJob(msgspec.Struct, frozen=True, tag=True):

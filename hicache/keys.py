@@ -22,6 +22,7 @@ KEY_HASHES: tuple[KeyHash, ...] = ("blake2b", "xxh3_128")
 
 _ROOT = b"hicache.root.v1"
 _PAGE = b"hicache.page.v1"
+_CHAINED = b"hicache.chained"
 _DIGEST = b"hicache.digest1"
 _OBJECT_SUFFIX = struct.Struct(">HH")
 
@@ -107,6 +108,13 @@ class BlockKeys:
                 key = xxhash.xxh3_128_digest(key + raw[end - page_bytes : end])
                 keys.append(key)
         return keys
+
+
+def chained_key(root: bytes, page_hash: bytes) -> bytes:
+    """The key of a page that an engine names by a hash of its own, which stands for all tokens up to its end."""
+    if type(page_hash) is not bytes or not page_hash:
+        raise UsageError(f"a page hash is {page_hash!r}: expected bytes, the engine's hash of all tokens up to there")
+    return blake2b(page_hash, digest_size=32, key=root, person=_CHAINED).digest()
 
 
 def token_array(tokens: Tokens) -> NDArray[np.int64]:

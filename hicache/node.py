@@ -31,6 +31,7 @@ class Node:
     """One page of tokens, known by its block key. Exists as long as something of it, or below it, is here."""
 
     __slots__ = (
+        "anchors",
         "children",
         "confirmed_at_s",
         "copying",
@@ -60,6 +61,7 @@ class Node:
         self.in_l3 = 0  # groups that L3 has acknowledged, as far as we have heard
         self.confirmed_at_s = 0.0  # when L3 last said so, or was asked
         self.has_parked = False  # entries of it would be evictable but for what is below or under way
+        self.anchors = 0  # holders that want what is known of its path to stay known, whatever is here of it
         self.held = 0  # holds on paths that end here, and children that are held themselves
         self.used_at = used_at  # the tick when a path through it was last used
 

@@ -35,12 +35,14 @@ class PrefetchLimits:
 class Prefetch:
     """One request's prefetch.
 
-    pages    [0, base) usable before | [base, planned) promised | [planned, found) dropped for want of room
+    pages    [0, own) the engine has itself, in its L1 which is not ours
+             [0, base) usable before | [base, planned) promised | [planned, found) dropped for want of room
              being fetched, and published in page order: [next, target); target <= planned
     """
 
     keys: Sequence[bytes]
     remote: list[int]  # what L3 is believed to have of each page, as a mask of groups
+    own_pages: int = 0
     base_pages: int = 0
     planned_pages: int = 0
     target_pages: int = 0
@@ -76,10 +78,13 @@ class Prefetcher:
         self._held = [0] * len(index.pools[Tier.L2])  # L2 slots that prefetches hold, by group
         self._coming: dict[tuple[bytes, int], list[Prefetch]] = {}  # (key, group) being fetched: who else waits for it
 
-    def start(self, keys: Sequence[bytes]) -> Prefetch:
-        """Begin for a prompt with these restorable pages. The result may be settled at once, with nothing to gain."""
-        prefetch = Prefetch(keys, remote=[0] * len(keys))
-        local = self._index.match(keys)
+    def start(self, keys: Sequence[bytes], *, own: int = 0) -> Prefetch:
+        """Begin for a prompt with these restorable pages. The result may be settled at once, with nothing to gain.
+
+        ``own``: so many leading pages the engine has itself; nothing of them is looked up or fetched.
+        """
+        prefetch = Prefetch(keys, remote=[0] * len(keys), own_pages=own)
+        local = max(own, self._index.match(keys, own=own))
         reason = self._reason_to_decline(len(keys), local)
         if reason is not None:
             self._stats.prefetch_declined[reason] += 1
@@ -87,7 +92,7 @@ class Prefetcher:
             return prefetch
         nodes = map(self._index.nodes.get, keys)  # L3 is not asked for what is here, which may go meanwhile
         prefetch.remote = [0 if node is None else node.resident & node.in_l3 for node in nodes]
-        parts = self._missing(keys, beyond=local)
+        parts = self._missing(keys, beyond=local, own=own)
         items = tuple(LookupItem(group, keys[page]) for page, group in parts)
         self._jobs.emit(
             lambda job_id: LookupJob(job_id, items),
@@ -137,13 +142,13 @@ class Prefetcher:
             return "below_threshold"
         return None
 
-    def _missing(self, keys: Sequence[bytes], *, beyond: int) -> list[Part]:
+    def _missing(self, keys: Sequence[bytes], *, beyond: int, own: int) -> list[Part]:
         """Objects not resident here that some boundary after ``beyond`` pages needs."""
         rule = self._index.rule
         firsts = [rule.first_needed(group, beyond + 1) for group in range(len(self._held))]
         parts: list[Part] = []
-        for page, key in enumerate(keys):
-            resident = self._index.resident(key)
+        for page in range(own, len(keys)):
+            resident = self._index.resident(keys[page])
             parts += [
                 (page, group) for group, first in enumerate(firsts) if page >= first and not resident >> group & 1
             ]
@@ -185,7 +190,7 @@ class Prefetcher:
 
     def _prospects(self, prefetch: Prefetch) -> tuple[int, list[int], list[int]]:
         """The usable prefix without L3, the legal stops beyond it with L3, and the masks of what is resident."""
-        local = [self._index.resident(key) for key in prefetch.keys]
+        local = [self._here(prefetch, page) for page in range(len(prefetch.keys))]
         base = self._index.rule.usable(local)
         stops = self._index.rule.legal_stops(here | there for here, there in zip(local, prefetch.remote, strict=True))
         return base, [stop for stop in stops if stop > base], local
@@ -213,7 +218,7 @@ class Prefetcher:
             stop = candidates.pop()
             keep = self._index.keep(prefetch.keys, stop)
             needed = self._index.rule.needed(stop)
-            absent = [(page, g) for page, g in needed if not self._index.resident(prefetch.keys[page]) >> g & 1]
+            absent = [(page, group) for page, group in needed if not self._here(prefetch, page) >> group & 1]
             missing = [part for part in absent if not self._is_coming(prefetch, part)]
             if self._acquire(prefetch, missing):
                 prefetch.keeps.append(keep)
@@ -235,16 +240,19 @@ class Prefetcher:
             return []
         middle = (missing[0][0] + stop) / 2
         nearest = min(earlier, key=lambda other: abs(other - middle))
-        planned, keys = set(missing), prefetch.keys
+        planned = set(missing)
         parts = [
             (page, group)
             for page, group in self._index.rule.needed_partial(nearest)
             if (page, group) not in planned
-            and not (self._index.resident(keys[page]) >> group & 1 or self._is_coming(prefetch, (page, group)))
+            and not (self._here(prefetch, page) >> group & 1 or self._is_coming(prefetch, (page, group)))
         ]
         is_cheap = self._bytes(parts) <= EARLIER_STOP_BYTES_SHARE * self._bytes(missing)
         has_room = all(sum(g == group for _, g in parts) <= self._budget(group) for group in range(len(self._held)))
         return parts if is_cheap and has_room and self._acquire(prefetch, parts) else []
+
+    def _here(self, prefetch: Prefetch, page: int) -> int:
+        return self._index.available(prefetch.keys, page, own=prefetch.own_pages)
 
     def _is_coming(self, prefetch: Prefetch, part: Part) -> bool:
         return (prefetch.keys[part[0]], part[1]) in self._coming
@@ -371,9 +379,10 @@ class Prefetcher:
     def _reachable_node(self, prefetch: Prefetch, page: int, good: Sequence[Part]) -> Node | None:
         """The node to publish under; None when its parent, or a full-attention object of its own, is not here."""
         nodes, full = self._index.nodes, self._index.rule.full_mask
-        parent = nodes.get(prefetch.keys[page - 1]) if page else None
-        if page and full and (parent is None or parent.resident & full != full):
-            return None
+        if page > prefetch.own_pages and full:
+            parent = nodes.get(prefetch.keys[page - 1])
+            if parent is None or parent.resident & full != full:
+                return None
         present = self._index.resident(prefetch.keys[page]) | sum(1 << group for _, group in good)
         if not good or present & full != full:
             return None

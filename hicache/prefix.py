@@ -24,6 +24,7 @@ class PrefixRule:
     def __init__(self, spec: CacheSpec) -> None:
         reaches = spec.reach_pages
         self.full_mask = sum(1 << group for group, reach in enumerate(reaches) if reach is None)
+        self.all_mask = (1 << len(reaches)) - 1
         self.partial = tuple((1 << group, reach) for group, reach in enumerate(reaches) if reach is not None)
         self._partial_mask = sum(bit for bit, _ in self.partial)
         self._reach_max = max((reach for _, reach in self.partial), default=0)

@@ -5,11 +5,24 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable
+from typing import Protocol
 
-from hicache.directory import Directory
 from hicache.executor import Executor
 from hicache.jobs import Completion, Job
 from hicache.ranks.leader import RankLinks
+
+
+class Decides(Protocol):
+    """A directory: emits jobs, and is told what became of them."""
+
+    @property
+    def has_jobs(self) -> bool: ...
+
+    def take_jobs(self) -> list[Job]: ...
+
+    def complete(self, completion: Completion, *, rank: int = 0) -> None: ...
+
+    def lose_rank(self, rank: int, reason: str) -> None: ...
 
 
 class Pump:
@@ -20,7 +33,7 @@ class Pump:
     """
 
     def __init__(
-        self, directory: Directory, executor: Executor | None, links: RankLinks, *, clock: Callable[[], float]
+        self, directory: Decides, executor: Executor | None, links: RankLinks, *, clock: Callable[[], float]
     ) -> None:
         self.changed = threading.Condition(threading.RLock())
         self._directory = directory

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
+from contextlib import suppress
+from dataclasses import dataclass
 
 from hicache.errors import ConfigError
 from hicache.pools import ArenaPool, L1Pool, L2Pool
@@ -27,6 +30,8 @@ from hicache.ranks.messages import (
 from hicache.ranks.settings import Ranks, connect
 from hicache.spec import CacheSpec
 
+_LOOK_UP_S = 0.2  # how soon a wait ends that was given up
+
 
 def hello_of(spec: CacheSpec, *, rank: int, token: str, l1: L1Pool | None, l2: L2Pool | None, has_l3: bool) -> Hello:
     """What a rank says of itself, and the leader expects of it; without ``l1`` the leader has no rank."""
@@ -42,12 +47,12 @@ def hello_of(spec: CacheSpec, *, rank: int, token: str, l1: L1Pool | None, l2: L
     )
 
 
-def introduce(leader: Ranks, hello: Hello) -> tuple[Link, Welcome]:
-    """A link to the leader that has taken this rank. Raises ConfigError."""
-    until_s = time.monotonic() + leader.start_timeout_s
-    connection = connect(leader, until_s=until_s)
+def introduce(leader: Ranks, hello: Hello, *, given_up: threading.Event) -> tuple[Link, Welcome]:
+    """A link to the leader that has taken this rank. Raises ConfigError, also soon after it was ``given_up``."""
+    wait = _Wait(time.monotonic() + leader.start_timeout_s, given_up)
+    connection = connect(leader, until_s=wait.until_s, given_up=given_up)
     try:
-        answer = _answer(connection, frame(hello), until_s=until_s)
+        answer = _answer(connection, frame(hello), wait)
     except (OSError, Garbage) as error:
         connection.close()
         expected = f"a leader that takes rank {hello.rank} within {leader.start_timeout_s:g} s ({error})"
@@ -59,21 +64,36 @@ def introduce(leader: Ranks, hello: Hello) -> tuple[Link, Welcome]:
     raise ConfigError("rank", hello.rank, f"one that the leader takes; where leader != worker: {reason}")
 
 
-def _answer(connection: socket.socket, framed: bytes, *, until_s: float) -> ToWorker:
+@dataclass(frozen=True, slots=True)
+class _Wait:
+    until_s: float
+    given_up: threading.Event
+
+    def receive(self, connection: socket.socket, size_bytes: int) -> bytes:
+        """Some bytes, as soon as they come. Raises OSError."""
+        while True:
+            left_s = self.until_s - time.monotonic()
+            if self.given_up.is_set() or left_s <= 0:
+                raise TimeoutError("given up" if self.given_up.is_set() else "timed out")
+            connection.settimeout(min(left_s, _LOOK_UP_S))
+            with suppress(TimeoutError):
+                return connection.recv(size_bytes)
+
+
+def _answer(connection: socket.socket, framed: bytes, wait: _Wait) -> ToWorker:
     """The first message of the leader, and not a byte more. Raises OSError or Garbage."""
-    connection.settimeout(max(0.001, until_s - time.monotonic()))
+    connection.settimeout(max(0.001, wait.until_s - time.monotonic()))
     connection.sendall(framed)
-    length = int.from_bytes(_exactly(connection, FRAME_LENGTH_BYTES, until_s=until_s), "little")
+    length = int.from_bytes(_exactly(connection, FRAME_LENGTH_BYTES, wait), "little")
     if length > HELLO_BYTES_MAX:
         raise Garbage(f"an answer of {length} bytes")
-    return decoded(WORKER_DECODER, _exactly(connection, length, until_s=until_s))
+    return decoded(WORKER_DECODER, _exactly(connection, length, wait))
 
 
-def _exactly(connection: socket.socket, size_bytes: int, *, until_s: float) -> bytes:
+def _exactly(connection: socket.socket, size_bytes: int, wait: _Wait) -> bytes:
     received = b""
     while len(received) < size_bytes:
-        connection.settimeout(max(0.001, until_s - time.monotonic()))
-        part = connection.recv(size_bytes - len(received))
+        part = wait.receive(connection, size_bytes - len(received))
         if not part:
             raise ConnectionResetError("it hung up")
         received += part

@@ -7,6 +7,7 @@ import math
 import os
 import socket
 import stat
+import threading
 import time
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -86,16 +87,16 @@ def stop_listening(ranks: Ranks, listener: socket.socket) -> None:
     listener.close()
 
 
-def connect(ranks: Ranks, *, until_s: float) -> socket.socket:
-    """Connect to the leader, as soon as it is there. Raises ConfigError when it is not by ``until_s``."""
+def connect(ranks: Ranks, *, until_s: float, given_up: threading.Event) -> socket.socket:
+    """Connect to the leader, as soon as it is there. Raises ConfigError when it is not by ``until_s``, or when it was
+    ``given_up``."""
     while True:
         try:
             return _connected(ranks.endpoint, timeout_s=max(0.001, until_s - time.monotonic()))
         except OSError as error:
-            if time.monotonic() + CONNECT_RETRY_S >= until_s:
+            if time.monotonic() + CONNECT_RETRY_S >= until_s or given_up.wait(CONNECT_RETRY_S):
                 expected = f"the address of a leader that waits for its ranks ({error.strerror or error})"
                 raise ConfigError("leader.address", ranks.address, expected) from error
-        time.sleep(CONNECT_RETRY_S)
 
 
 def _connected(endpoint: str | tuple[str, int], *, timeout_s: float) -> socket.socket:

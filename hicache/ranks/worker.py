@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Self
 
 from hicache.connect import CAPACITY_BYTES_DEFAULT
-from hicache.errors import ConfigError
+from hicache.errors import ConfigError, RankLost
 from hicache.executor import Executor
 from hicache.jobs import Completion, CopyJob, Job
 from hicache.l3 import L3
@@ -46,11 +46,16 @@ class RankWorker:
         l2: L2Pool | None,
         l3: L3 | None,
         copies: str = "auto",
+        waits: bool = True,
     ) -> None:
         """Over pools of the engine's own, such as ``L1Pool.adopt``. Connects to the leader, and waits for its word.
 
         Takes ``l2`` and ``l3`` over, but for when it raises: ConfigError when the leader does not answer in time, or
         does not take this rank: it then says what differs. Rank 0 is a worker where the leader has no rank.
+
+        Without ``waits`` it introduces itself in the background, for a leader that is made later in this thread: what
+        would be raised here ends the worker then, and is the reason that ``wait`` tells and ``step`` raises RankLost
+        with.
         """
         if l1.rank.rank != rank:
             raise ConfigError("l1.rank", l1.rank.rank, f"a pool of rank {rank}, like the worker")
@@ -62,21 +67,21 @@ class RankWorker:
         self._copy_timeout_s = leader.copy_timeout_s
         self._order = StepOrder(self._run)
         self._executor = Executor(spec, l1, l2, l3, on_complete=self._on_complete, copies=copies)
-        hello = hello_of(spec, rank=rank, token=leader.token, l1=l1, l2=l2, has_l3=l3 is not None)
-        try:
-            link, welcome = introduce(leader, hello)
-        except BaseException:
-            self._executor.close()
-            raise
-        self._silence_timeout_s = welcome.silence_timeout_s
-        self._loop = LinkLoop("hicache-rank", tick_s=tick_s(self._silence_timeout_s), on_tick=self._tick)
-        self._peer: Peer[ToWorker] = Peer(
-            link, self._loop, WORKER_DECODER, on_message=self._on_message, on_end=self._on_end
-        )
+        self._hello = hello_of(spec, rank=rank, token=leader.token, l1=l1, l2=l2, has_l3=l3 is not None)
+        self._leader = leader
         self._thread = threading.Thread(target=self._work, name="hicache-rank-work", daemon=True)
+        self._loop: LinkLoop | None = None  # from the leader's welcome on
+        self._peer: Peer[ToWorker] | None = None
+        self._silence_timeout_s = 0.0
+        self._given_up = threading.Event()
         self._is_over = threading.Event()
         self._reason = ""
-        self._loop.start()
+        if waits:
+            try:
+                self._connect()
+            except BaseException:
+                self._executor.close()
+                raise
         self._thread.start()
 
     @classmethod
@@ -121,14 +126,18 @@ class RankWorker:
             raise
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
-        """Compute in this block: the step that the leader's ``HiCache.step`` has given this number.
+    def step(self, step: int, *, after: Collection[int] = ()) -> Iterator[None]:
+        """Compute in this block: the step that the leader's ``HiCache.step`` or ``SlotCache.step`` has given this
+        number.
 
         Every job that the leader emitted before it has run when the block begins, in this thread; every job that it
-        emits later waits until the block ends. Raises UsageError for a step out of order, and RankLost.
+        emits later waits until the block ends. Copies that run beside compute have begun; those in ``after`` have
+        ended. Raises UsageError for a step out of order, and RankLost.
         """
         self._order.begin(step, timeout_s=self._copy_timeout_s)
         try:
+            if not self._executor.wait_done(after, timeout_s=self._copy_timeout_s):
+                raise RankLost(f"step {step}: a copy that it waits for has not ended within {self._copy_timeout_s:g} s")
             self._executor.compute_here()
             yield
         finally:
@@ -140,7 +149,9 @@ class RankWorker:
 
     def close(self) -> None:
         """Leave the replica, which is over then, and free L2. Idempotent. No tensor of ``l2`` may be used after."""
-        self._peer.send(frame(Farewell("the worker was closed")))
+        self._given_up.set()
+        if self._peer is not None:
+            self._peer.send(frame(Farewell("the worker was closed")))
         self._order.close("the worker was closed")
         self._thread.join(_CLOSE_TIMEOUT_S)
 
@@ -152,10 +163,18 @@ class RankWorker:
     ) -> None:
         self.close()
 
+    def _connect(self) -> None:
+        """Have the leader take this rank. Raises ConfigError."""
+        link, welcome = introduce(self._leader, self._hello, given_up=self._given_up)
+        self._silence_timeout_s = welcome.silence_timeout_s
+        self._loop = LinkLoop("hicache-rank", tick_s=tick_s(self._silence_timeout_s), on_tick=self._tick)
+        self._peer = Peer(link, self._loop, WORKER_DECODER, on_message=self._on_message, on_end=self._on_end)
+        self._loop.start()
+
     def _on_message(self, message: ToWorker) -> None:
         """In the loop's thread: what L3 does needs no place in the order, and does not wait for a long step."""
         if isinstance(message, Welcome | Refused | Pulse | Farewell):
-            self._peer.end(f"it says {type(message).__name__} out of turn")
+            self._linked.end(f"it says {type(message).__name__} out of turn")
         elif isinstance(message, CopyJob):
             self._order.add(message.job_id, message)
         else:
@@ -166,21 +185,32 @@ class RankWorker:
         self._executor.submit(job)
 
     def _on_complete(self, completion: Completion) -> None:
-        self._peer.send(frame(Done(completion)))
+        self._linked.send(frame(Done(completion)))
 
     def _on_end(self, reason: str) -> None:
         self._order.close(f"rank {self.rank} and its leader have lost each other: {reason}")
 
+    @property
+    def _linked(self) -> Peer[ToWorker]:
+        assert self._peer is not None, "jobs come from the leader"
+        return self._peer
+
     def _tick(self, now_s: float) -> None:
-        self._peer.tick(now_s, silence_timeout_s=self._silence_timeout_s)
+        self._linked.tick(now_s, silence_timeout_s=self._silence_timeout_s)
 
     def _work(self) -> None:
         """Run jobs between steps until it is over; then give everything back."""
+        if self._peer is None:
+            try:
+                self._connect()
+            except ConfigError as error:
+                self._order.close(f"rank {self.rank} has found no leader: {error}")
         self._reason = self._order.work()
-        level = logging.INFO if self._peer.said_farewell else logging.WARNING
-        _LOG.log(level, "rank %d is over: %s", self.rank, self._reason)
-        self._loop.stop(timeout_s=_CLOSE_TIMEOUT_S)
-        self._peer.end(self._reason)
+        is_planned = self._given_up.is_set() or (self._peer is not None and self._peer.said_farewell)
+        _LOG.log(logging.INFO if is_planned else logging.WARNING, "rank %d is over: %s", self.rank, self._reason)
+        if self._loop is not None:
+            self._loop.stop(timeout_s=_CLOSE_TIMEOUT_S)
+            self._linked.end(self._reason)
         if self._executor.close() and self.l2 is not None:  # else hicached may still write there: it is left to it
             self.l2.close()
         self._is_over.set()

@@ -241,7 +241,7 @@ def test_an_engine_that_is_interrupted_in_a_load_goes_on_and_leaves_nothing_behi
     engine = make(objects={})
     engine.serve(prompt(4))
     engine.settle()
-    copies = engine.cache._executor._copies
+    copies = engine.cache._replica.executor._copies
     restore = copies.restore
 
     def interrupt(group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
@@ -259,7 +259,7 @@ def test_an_engine_that_is_interrupted_in_a_load_goes_on_and_leaves_nothing_behi
 
 def test_pages_that_are_being_written_down_are_waited_for(make: Make) -> None:
     engine = make(l1=4)
-    copies = engine.cache._executor._copies
+    copies = engine.cache._replica.executor._copies
     may_copy = threading.Event()
     backup = copies.backup
 

@@ -37,7 +37,7 @@ def engine(double_buffering: bool) -> Iterator[SmallEngine]:
 
 def break_copies(engine: SmallEngine, *broken: tuple[str, int]) -> FaultyCopies:
     """These (leg, group) fail from now on."""
-    executor = engine.cache._executor
+    executor = engine.cache._replica.executor
 
     def before(leg: str, group: int, targets: Sequence[int]) -> None:
         if (leg, group) in broken:
@@ -48,9 +48,9 @@ def break_copies(engine: SmallEngine, *broken: tuple[str, int]) -> FaultyCopies:
 
 
 def mend_copies(engine: SmallEngine) -> None:
-    faulty = engine.cache._executor._copies
+    faulty = engine.cache._replica.executor._copies
     assert isinstance(faulty, FaultyCopies)
-    engine.cache._executor._copies = faulty.inner
+    engine.cache._replica.executor._copies = faulty.inner
 
 
 def leave_l1(engine: SmallEngine) -> None:

@@ -200,7 +200,7 @@ def test_a_request_that_waits_for_a_copy_that_is_refused_at_once_does_not_wait_f
     engine = make(ATTENTION, l1=8, l2=16, write_policy=WriteBack(ahead_share=0.05))
     engine.serve(prompt(8))
     wait_for_copies(engine)
-    engine.cache._executor.close()
+    engine.cache._replica.executor.close()
     waited: list[float | None] = []
     engine.cache._changed.wait = lambda timeout=None: bool(waited.append(timeout))  # type: ignore[method-assign,func-returns-value]
     request = engine.cache.match(prompt(7, seed=1))

@@ -74,7 +74,7 @@ def test_br_142_a_snapshot_slot_that_was_never_written_is_no_snapshot_and_its_na
     prefill = make(objects={})
     for field in prefill.cache.l1.state[HYBRID.index(STATE)].values():
         field[:] = torch.nan
-    copies = prefill.cache._executor._copies
+    copies = prefill.cache._replica.executor._copies
     snapshot, taken = copies.snapshot, []
 
     def forgets_one(group: int, sources: Sequence[int], targets: Sequence[int]) -> None:

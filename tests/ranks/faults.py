@@ -139,4 +139,6 @@ def assert_nothing_leaked(cache: HiCache) -> None:
 
 def _owner(rank: Rank, name: str) -> tuple[Any, str]:  # whatever the executor has there
     owner, method = name.split(".")
-    return {"l3": rank._executor._l3, "copies": rank._executor._copies}[owner], method
+    executor = rank._executor if isinstance(rank, RankWorker) else rank._replica.executor
+    assert executor is not None
+    return {"l3": executor._l3, "copies": executor._copies}[owner], method

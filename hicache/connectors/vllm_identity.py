@@ -1,0 +1,345 @@
+"""What of a vLLM engine decides the bytes of its KV cache, as fields of a hicache namespace.
+
+Imports no vLLM: it reads the attributes of ``VllmConfig`` and ``KVCacheConfig``; what only a running vLLM can tell
+comes in as ``EngineFacts``. What could fool it: docs/decisions/0035-the-identity-of-a-vllm-engine.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from fractions import Fraction
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from hicache.connectors.checkpoint import Depth, fingerprint_checkpoint
+from hicache.errors import ConfigError
+from hicache.keys import FieldValue, digest_fields
+
+VERSION_FLOOR = (0, 31)
+VALUE_CHARS_MAX = 200  # longer values stand as their digest: a descriptor travels with each hello
+HASH_ALGORITHM = "sha256_cbor"
+
+# Of each part of VllmConfig, the fields that change bytes. One that a release does not have
+# stands as "absent"; the release is a field too, so that one with a field unknown here shares with none but itself.
+_CONFIG_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "model_config": (
+        "dtype",
+        "quantization",
+        "quantization_config",
+        "max_model_len",  # long rope and attention temperature switch on it
+        "disable_sliding_window",
+        "model_impl",
+        "code_revision",
+        "model_class_overrides",
+        "convert",
+        "runner",
+    ),
+    "model_config.multimodal_config": (
+        "language_model_only",
+        "mm_processor_kwargs",
+        "media_io_kwargs",
+        "mm_device_do_normalize",
+        "mm_encoder_only",
+        "mm_encoder_attn_dtype",
+        "video_pruning_rate",
+        "video_pruning_method",
+        "mm_hasher_algorithm",
+    ),
+    "cache_config": (
+        "block_size",
+        "cache_dtype",
+        "kv_cache_dtype_skip_layers",
+        "sliding_window",
+        "mamba_block_size",
+        "mamba_cache_dtype",
+        "mamba_ssm_cache_dtype",
+        "mamba_cache_mode",
+        "use_replayssm",
+        "use_kda_recoverssm",
+        "kv_sharing_fast_prefill",
+    ),
+    "parallel_config": (
+        "tensor_parallel_size",
+        "pipeline_parallel_size",
+        "decode_context_parallel_size",
+        "prefill_context_parallel_size",
+        "dcp_kv_cache_interleave_size",
+        "cp_kv_cache_interleave_size",
+    ),
+    "attention_config": (
+        "backend",
+        "backend_per_kind",
+        "flash_attn_version",
+        "mla_prefill_backend",
+        "indexer_kv_dtype",
+        "hisparse_config",
+        "use_non_causal",
+    ),
+    "mamba_config": ("backend", "enable_stochastic_rounding"),
+    "lora_config": ("lora_dtype", "default_mm_loras", "enable_tower_connector_lora"),
+    "speculative_config": (
+        "method",
+        "num_speculative_tokens",
+        "quantization",
+        "kv_cache_dtype",
+        "attention_backend",
+        "disable_eagle_block_drop",
+    ),
+}
+_KV_CACHE_FIELDS = ("kv_cache_layout", "hash_block_size", "kv_tp_replicas")
+_GROUP_FIELDS = ("is_eagle_group", "host_resident", "enable_kv_transfer", "role")
+
+# Of a group's KVCacheSpec, how many blocks a request takes; what is in a block is all the rest.
+_SPEC_ALLOCATION = frozenset({"num_prefill_checkpoint_blocks", "prefill_checkpoint_alignment"})
+
+# Of a Hugging Face config, what says where it came from and not what it computes.
+_HF_PROVENANCE = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})
+
+# Switches of the process that change stored bytes and are in no config.
+_ENVIRONMENT = re.compile(
+    r"VLLM_(ROCM_.*|MLA_DISABLE|CPU_ATTN_SPLIT_KV|HUMMING_\w+_CONFIG|MXFP\d_EMULATION_DEQUANT_AT_LOAD)"
+)
+
+_DUMMY_FORMATS = ("dummy",)
+_LOCAL_FORMATS = ("auto", "hf", "safetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes", "fastsafetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class EngineFacts:
+    """What a running vLLM knows and its configs do not (``vllm_facts.py``).
+
+    ``attention_choice`` is what vLLM chooses attention backends by beside its configs: the device and the packages that
+    are there. The backend decides how a block is cut into kernel blocks, and only workers know it; engines that might
+    have chosen differently are kept apart instead.
+    """
+
+    vllm_version: str
+    device_type: str
+    runner: str  # "v1" | "v2"
+    conv_state_layout: str  # "SD" | "DS"
+    attention_choice: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """For ``CacheSpec(model=, revision=, identity=)``. Equal on all ranks of a replica; made where the scheduler is."""
+
+    model: str
+    revision: str
+    fields: tuple[tuple[str, FieldValue], ...]
+
+    @property
+    def digest(self) -> bytes:
+        """32 bytes of all of it."""
+        return digest_fields([("model", self.model), ("revision", self.revision), *self.fields])
+
+    def after_weight_update(self) -> EngineIdentity:
+        """The identity of weights that were changed in memory (RLHF): nobody has them, so it is drawn at random."""
+        return dataclasses.replace(self, revision=f"updated in memory {os.urandom(16).hex()}")
+
+
+def engine_identity(vllm_config: Any, kv_cache_config: Any, facts: EngineFacts, *, revision: str) -> EngineIdentity:
+    """The identity of what this engine keeps in its KV cache, for weights that are called ``revision``.
+
+    Raises ConfigError for a vLLM below the floor, and for a config with a value that has no stable text.
+    """
+    check_version(facts.vllm_version)
+    pairs = {
+        **dict(_config_pairs(vllm_config)),
+        **dict(_kv_cache_pairs(kv_cache_config)),
+        **dict(_facts_pairs(facts)),
+        **{f"env.{name}": value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)},
+    }
+    hf_config = vllm_config.model_config.hf_config
+    architectures = getattr(hf_config, "architectures", None) or [type(hf_config).__name__]
+    return EngineIdentity(
+        model=str(architectures[0]),
+        revision=revision,
+        fields=tuple((name, _bounded(name, value)) for name, value in sorted(pairs.items())),
+    )
+
+
+def weights_revision(
+    vllm_config: Any,
+    facts: EngineFacts,
+    *,
+    find_folder: Callable[[Any], Path | None],
+    depth: Depth = "sampled",
+    given: str | None = None,
+) -> str:
+    """What the weights are called: by their content, never by their path.
+
+    ``given`` is the operator's own word for them (``weights_revision``), and is taken as it is. Random weights are the
+    model's shape, the seed and the device, and never meet real ones. ``find_folder(model_config)`` says where vLLM
+    loads from, None where that is no local folder. With a draft model, its weights count too.
+
+    Raises ConfigError where the content cannot be had and nothing was given.
+    """
+    if given is not None:
+        if not given:
+            raise ConfigError("weights_revision", given, "a name that changes with the weights, or none")
+        return f"given {given}"
+    models = [("main", vllm_config.model_config, vllm_config.load_config)]
+    speculative = getattr(vllm_config, "speculative_config", None)
+    draft = getattr(speculative, "draft_model_config", None)
+    if draft is not None:
+        models.append(("draft", draft, getattr(speculative, "draft_load_config", None) or vllm_config.load_config))
+    fields = [(role, _weights_of(model, load, facts, find_folder, depth)) for role, model, load in models]
+    return fields[0][1] if len(fields) == 1 else digest_fields(fields).hex()
+
+
+def check_version(version: str) -> None:
+    """Raises ConfigError for a vLLM below the floor. A later one than was tested shares with its own release alone."""
+    numbers = re.match(r"(\d+)\.(\d+)", version)
+    if numbers is None or version.startswith("0.0"):
+        raise ConfigError("vllm", version, "a released vLLM, whose version tells the layout of its KV cache")
+    if (int(numbers[1]), int(numbers[2])) < VERSION_FLOOR:
+        floor = ".".join(map(str, VERSION_FLOOR))
+        raise ConfigError("vllm", version, f"{floor} or later: earlier ones lay out their KV cache in other ways")
+
+
+def check_hash_algorithm(algorithm: str) -> None:
+    """Raises ConfigError unless equal prompts have equal block hashes in every process, and unequal ones never.
+
+    ``sha256`` hashes a pickle, which differs between equal salts and adapters; ``xxhash`` starts from a random seed, or
+    from one with which collisions can be made.
+    """
+    if algorithm != HASH_ALGORITHM:
+        raise ConfigError(
+            "prefix_caching_hash_algo",
+            algorithm,
+            f"{HASH_ALGORITHM}: start vLLM with --prefix-caching-hash-algo {HASH_ALGORITHM}; the block hashes of "
+            "others are not the same for the same prompt in every process, or can be made to collide",
+        )
+
+
+def _weights_of(
+    model: Any, load: Any, facts: EngineFacts, find_folder: Callable[[Any], Path | None], depth: Depth
+) -> str:
+    load_format = str(getattr(load.load_format, "value", load.load_format))
+    if load_format in _DUMMY_FORMATS:
+        drawn = [model.seed, facts.device_type, facts.vllm_version, _plain("hf_config", _hf_fields(model.hf_config))]
+        return f"random {blake2b(_text(drawn).encode(), digest_size=16).hexdigest()}"
+    folder = find_folder(model) if load_format in _LOCAL_FORMATS and not getattr(model, "model_weights", "") else None
+    if folder is None:
+        raise ConfigError(
+            "model",
+            f"{model.model} (load_format {load_format})",
+            "weights in a local folder, whose content names them; for these, set weights_revision in "
+            "kv_connector_extra_config to a name that you change whenever the weights change",
+        )
+    content = fingerprint_checkpoint(folder, depth=depth)
+    options = _plain("model_loader_extra_config", getattr(load, "model_loader_extra_config", None) or {})
+    return content if not options else digest_fields([("content", content), ("options", _text(options))]).hex()
+
+
+def _config_pairs(vllm_config: Any) -> Iterator[tuple[str, object]]:
+    for part, names in _CONFIG_FIELDS.items():
+        config: Any = vllm_config
+        for step in part.split("."):
+            config = getattr(config, step, None)
+        yield f"{part}", config is not None
+        if config is not None:
+            for name in names:
+                yield f"{part}.{name}", _plain(f"{part}.{name}", getattr(config, name, "absent"))
+    model = vllm_config.model_config
+    yield from _hf_pairs("hf", model.hf_config)
+    if model.hf_text_config is not model.hf_config:
+        yield from _hf_pairs("hf_text", model.hf_text_config)
+    draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
+    if draft is not None:
+        yield from _hf_pairs("hf_draft", draft.hf_config)
+
+
+def _hf_pairs(prefix: str, hf_config: Any) -> Iterator[tuple[str, object]]:
+    for name, value in _hf_fields(hf_config).items():
+        yield f"{prefix}.{name}", _plain(f"{prefix}.{name}", value)
+
+
+def _hf_fields(hf_config: Any) -> dict[str, object]:
+    return {str(name): value for name, value in hf_config.to_dict().items() if name not in _HF_PROVENANCE}
+
+
+def _kv_cache_pairs(kv_cache_config: Any) -> Iterator[tuple[str, object]]:
+    """Not the names of layers: a rank of a pipeline has its own, which the model and the stages tell."""
+    for name in _KV_CACHE_FIELDS:
+        yield f"kv_cache.{name}", _plain(name, getattr(kv_cache_config, name, "absent"))
+    groups = kv_cache_config.kv_cache_groups
+    yield "kv_cache.groups", len(groups)
+    for index, group in enumerate(groups):
+        prefix = f"group.{index}"
+        for name, value in _spec_fields(group.kv_cache_spec):
+            yield f"{prefix}.{name}", _plain(f"{prefix}.{name}", value)
+        for name in _GROUP_FIELDS:
+            yield f"{prefix}.{name}", _plain(f"{prefix}.{name}", getattr(group, name, "absent"))
+
+
+def _spec_fields(spec: Any) -> Iterator[tuple[str, object]]:
+    yield "kind", type(spec)
+    for each in dataclasses.fields(spec):
+        if each.name not in _SPEC_ALLOCATION:
+            yield each.name, getattr(spec, each.name)
+
+
+def _facts_pairs(facts: EngineFacts) -> Iterator[tuple[str, object]]:
+    yield "vllm.version", facts.vllm_version
+    yield "vllm.device_type", facts.device_type
+    yield "vllm.runner", facts.runner
+    yield "vllm.conv_state_layout", facts.conv_state_layout
+    yield "vllm.hash_seed", os.environ.get("PYTHONHASHSEED")  # engines that differ in it never meet: here it says why
+    yield "vllm.attention_choice", ", ".join(facts.attention_choice)
+
+
+def _plain(name: str, value: object) -> object:
+    """``value`` as JSON would have it, with the class of every dataclass; the same in every process."""
+    match value:
+        case Enum():  # before int and str, which many of them are
+            return f"{type(value).__name__}.{value.name}"
+        case None | bool() | int() | str():
+            return value
+        case float() | Fraction() | Path():
+            return repr(value)
+        case bytes():
+            return value.hex()
+        case Mapping():
+            return {str(key): _plain(f"{name}.{key}", item) for key, item in value.items()}
+        case set() | frozenset():
+            return sorted(_text(_plain(name, item)) for item in value)
+        case type():
+            return f"{value.__module__}.{value.__qualname__}"
+        case Sequence():
+            return [_plain(name, item) for item in value]
+    if dataclasses.is_dataclass(value):
+        fields = {
+            each.name: _plain(f"{name}.{each.name}", getattr(value, each.name)) for each in dataclasses.fields(value)
+        }
+        return {"class": type(value).__name__, **fields}
+    if type(value).__module__.split(".")[0] == "torch" and type(value).__name__ == "dtype":
+        return str(value)
+    if callable(to_dict := getattr(value, "to_dict", None)):
+        return {"class": type(value).__name__, **_plain_mapping(name, to_dict())}
+    raise ConfigError(name, value, "a value whose text is the same in every process (it is part of what is shared)")
+
+
+def _plain_mapping(name: str, value: Mapping[str, object]) -> dict[str, object]:
+    return {str(key): _plain(f"{name}.{key}", item) for key, item in value.items() if key not in _HF_PROVENANCE}
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def _bounded(name: str, value: object) -> FieldValue:
+    if value is None or isinstance(value, bool | int):
+        return value
+    text = value if isinstance(value, str) else _text(value)
+    if len(text) <= VALUE_CHARS_MAX:
+        return text
+    return f"blake2b {blake2b(text.encode(), digest_size=16, person=b'vllm.identity').hexdigest()}"

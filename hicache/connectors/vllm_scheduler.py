@@ -1,0 +1,419 @@
+"""The scheduler's half of the vLLM connector: which blocks are loaded and saved, and what vLLM is told of it.
+
+Everything here runs in vLLM's scheduler and waits for nothing. The order of copies against compute is that of steps:
+
+    step n: vLLM zeroes new blocks, computes | loads into blocks of step n, saves of blocks filled by it | step n + 1
+
+Each step says which blocks are somebody else's from then on: it begins when nothing that was saved is still read from
+them. So no request keeps its blocks for the sake of a save, whether it ends, is aborted or preempted.
+"""
+
+from __future__ import annotations
+
+import logging
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hicache.connectors.vllm_spec import BlockGroup
+
+_LOG = logging.getLogger(__name__)
+_NULL_BLOCK = 0  # vLLM's number for "no block here"
+
+BlockIds = Sequence[Sequence[int]]  # by vLLM group, in the order of the sequence
+Slots = dict[int, dict[int, int]]  # by group of the spec, by page
+
+
+class VllmRequest(Protocol):
+    """What is read of vLLM's Request."""
+
+    request_id: str
+    num_tokens: int
+    num_computed_tokens: int
+    block_hashes: Sequence[bytes]
+
+
+class Load(Protocol):
+    """See SlotCache."""
+
+    @property
+    def done(self) -> bool: ...
+
+    @property
+    def failed(self) -> bool: ...
+
+
+class Step(Protocol):
+    """See SlotCache: the number of a step, and the copies that it begins after."""
+
+    @property
+    def number(self) -> int: ...
+
+    @property
+    def after(self) -> Sequence[int]: ...
+
+
+class Cache(Protocol):
+    """What is used of SlotCache; its requests are opaque here."""
+
+    def open(
+        self, page_hashes: Sequence[bytes], *, token_count: int, salt: bytes | None, extras: Mapping[str, Any] | None
+    ) -> Any: ...
+    def prefetch(self, request: Any, *, beyond: int) -> None: ...
+    def is_ready(self, request: Any) -> bool: ...
+    def usable(self, request: Any, *, beyond: int) -> int: ...
+    def attention(self, request: Any) -> int: ...
+    def load(self, request: Any, *, beyond: int, tokens: int, slots: Slots) -> Load: ...
+    def append(self, request: Any, page_hashes: Sequence[bytes], *, token_count: int) -> None: ...
+    def save(self, request: Any, *, slots: Slots) -> Any: ...
+    def step(self, *, reuses: Mapping[int, Sequence[int]] | None) -> Step: ...
+    def release(self, request: Any) -> None: ...
+    def close(self) -> Any: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """How vLLM's blocks and hashes make pages."""
+
+    groups: tuple[BlockGroup, ...]
+    page_tokens: int
+    hash_tokens: int  # of one entry of ``block_hashes``
+
+    @property
+    def has_state(self) -> bool:
+        """Whether a prefix ends only where a state is."""
+        return any(group.is_state for group in self.groups)
+
+    def page_hashes(self, block_hashes: Sequence[bytes], first: int) -> list[bytes]:
+        """The hashes of the full pages from ``first`` on: each that of its last block."""
+        ratio = self.page_tokens // self.hash_tokens
+        return [bytes(each) for each in block_hashes[(first + 1) * ratio - 1 :: ratio]]
+
+    def attention_slots(self, block_ids: BlockIds, pages: range) -> Slots:
+        """The blocks of pages, where vLLM has them: a sliding window has let go of some."""
+        found: Slots = {}
+        for index, group in enumerate(self.groups):
+            if group.is_state:
+                continue
+            blocks = block_ids[group.group]
+            for page in pages:
+                position = group.block_index(page)
+                if position < len(blocks) and blocks[position] != _NULL_BLOCK:
+                    found.setdefault(index, {})[page] = blocks[position]
+        return found
+
+    def state_slots(self, block_ids: BlockIds, page: int) -> Slots:
+        """The blocks of the states at the end of ``page``."""
+        return {
+            index: {page: block_ids[group.group][group.block_index(page)]}
+            for index, group in enumerate(self.groups)
+            if group.is_state
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What every worker is told of one engine step: its place among the copies, and what to report of loads.
+
+    ``fence``: a further step, without compute, that ends when nothing is read from blocks any more.
+    """
+
+    number: int
+    after: tuple[int, ...]
+    fence: tuple[int, tuple[int, ...]] | None = None
+    received: frozenset[str] = frozenset()
+    failed: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """What of a request's identity its block hashes may lack: its tenant's salt, and adapters by their content."""
+
+    salt: bytes | None = None
+    extras: Mapping[str, Any] | None = None  # what SlotCache takes
+
+
+@dataclass(frozen=True, slots=True)
+class _Wanted:
+    """A load that the next step begins."""
+
+    beyond: int
+    tokens: int
+    slots: Slots
+
+
+@dataclass(slots=True)
+class _Entry:
+    """One request of vLLM, from its arrival until it has ended, and what was under way for it as well."""
+
+    request: VllmRequest
+    record: Any = None  # of the cache; None: nothing is cached for it
+    hashes: list[bytes] = field(default_factory=list)  # of its pages, as the cache knows them
+    token_count: int = 0  # likewise
+    computed: int = 0  # what vLLM had itself when it last asked
+    wanted: _Wanted | None = None
+    load: Load | None = None
+    saved_pages: int = 0
+    is_over: bool = False
+    is_stale: bool = False  # the cache was reset since its load began
+
+
+@dataclass(slots=True)
+class Counts:
+    """What happened since start."""
+
+    requests: int = 0
+    tokens_matched: int = 0
+    loads_failed: int = 0
+    tokens_failed: int = 0
+    requests_uncached: int = 0  # without the salt that is required, or with an adapter of unknown content
+    checkpoints_wanted: int = 0
+
+
+class SchedulerSide:
+    """Called by vLLM's scheduler only, in its thread. Requests are known from ``opened`` to ``finished``."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        geometry: Geometry,
+        *,
+        identity_of: Callable[[Any], Identity | None],
+        loads: bool = True,
+        saves: bool = True,
+        zeroes_early: bool = False,
+    ) -> None:
+        """``identity_of``: None for a request that must neither load nor save. ``zeroes_early``: workers may write to
+        new blocks before they take the step.
+        """
+        self.cache = cache
+        self.counts = Counts()
+        self._geometry = geometry
+        self._identity_of = identity_of
+        self._loads = loads
+        self._saves = saves
+        self._zeroes_early = zeroes_early
+        self._entries: dict[str, _Entry] = {}
+        self._busy: dict[str, _Entry] = {}  # those with a load that vLLM waits for
+        self._reused: set[int] = set()  # blocks that loads of the next step were given
+        self._epoch: str | None = None
+
+    # -- a request ---------------------------------------------------------------------------------------------------
+
+    def opened(self, request: VllmRequest, computed: int) -> None:
+        """It has come: L3 is asked for it while it waits to be scheduled. vLLM has ``computed`` tokens of it itself."""
+        self._entries[request.request_id] = entry = _Entry(request)
+        self.counts.requests += 1
+        if not self._open(entry):
+            self.counts.requests_uncached += 1
+        elif self._may_load(entry):
+            self.cache.prefetch(entry.record, beyond=computed)
+
+    def matched(self, request: VllmRequest, computed: int) -> int | None:
+        """Tokens that can be loaded beyond ``computed``; None while it is worth waiting. May be asked any time."""
+        entry = self._entries.get(request.request_id)
+        if entry is None or not self._may_load(entry):
+            return 0
+        entry.computed = computed
+        if not (entry.record is not None or self._open(entry)) or not self._follow(entry):
+            return 0
+        self.cache.prefetch(entry.record, beyond=computed)
+        if not self.cache.is_ready(entry.record):
+            return None
+        page = self._geometry.page_tokens
+        usable = self.cache.usable(entry.record, beyond=computed) // page * page
+        limit = (request.num_tokens - 1) // page * page
+        usable = min(usable, limit)
+        self._want_checkpoint(entry, max(usable, computed), limit)
+        return max(0, usable - computed)
+
+    def allocated(self, request: VllmRequest, block_ids: BlockIds, external_tokens: int) -> None:
+        """vLLM has blocks for what ``matched`` told; 0 tokens: for what it computes itself."""
+        entry = self._entries.get(request.request_id)
+        if entry is None or not external_tokens:
+            return
+        end = entry.computed + external_tokens
+        first, stop = entry.computed // self._geometry.page_tokens, end // self._geometry.page_tokens
+        slots = self._geometry.attention_slots(block_ids, range(first, stop))
+        for group, pages in self._geometry.state_slots(block_ids, stop - 1).items():
+            slots[group] = pages
+        entry.wanted = _Wanted(entry.computed, end, slots)
+        self._busy[request.request_id] = entry
+        self._reused.update(block for blocks in block_ids for block in blocks)
+        self.counts.tokens_matched += external_tokens
+
+    def finished(self, request: VllmRequest) -> None:
+        """It has ended, however. A load that vLLM waits for is reported all the same."""
+        entry = self._entries.pop(request.request_id, None)
+        if entry is None:
+            return
+        entry.is_over, entry.wanted = True, None
+        if entry.load is None:
+            self._release(entry)
+
+    # -- a step ------------------------------------------------------------------------------------------------------
+
+    def plan(
+        self,
+        scheduled: Mapping[str, int],
+        blocks_of: Callable[[str], BlockIds | None],
+        states: Mapping[str, Sequence[tuple[int, int, int]]],
+        new_blocks: Iterable[int],
+    ) -> StepPlan:
+        """Begin what belongs to this step. ``scheduled``: tokens by request; ``states``: what vLLM offers of it, as
+        (vLLM group, block, tokens up to which it is the state); ``new_blocks``: all that the step may be the first to
+        write to. To be called once for each step that workers take.
+        """
+        self._reused.update(new_blocks)
+        step = self.cache.step(reuses={0: list(self._reused)})  # blocks of all groups are one numbering
+        self._reused.clear()
+        for entry in self._busy.values():
+            if entry.wanted is not None:
+                wanted, entry.wanted = entry.wanted, None
+                if not entry.is_stale:
+                    entry.load = self.cache.load(
+                        entry.record, beyond=wanted.beyond, tokens=wanted.tokens, slots=wanted.slots
+                    )
+        if self._saves:
+            for request_id in [*scheduled, *(each for each in states if each not in scheduled)]:
+                self._save(request_id, scheduled.get(request_id, 0), blocks_of, states.get(request_id, ()))
+        fence = self.cache.step(reuses=None) if self._zeroes_early else None
+        received, failed = self._settled()
+        return StepPlan(
+            step.number,
+            tuple(step.after),
+            None if fence is None else (fence.number, tuple(fence.after)),
+            received,
+            failed,
+        )
+
+    def _save(
+        self,
+        request_id: str,
+        tokens: int,
+        blocks_of: Callable[[str], BlockIds | None],
+        states: Sequence[tuple[int, int, int]],
+    ) -> None:
+        entry = self._entries.get(request_id)
+        if entry is None or entry.record is None or not self._follow(entry):
+            return
+        slots: Slots = {}
+        if tokens:
+            slots = self._filled(entry, tokens, blocks_of)
+        for group, block, boundary in states:
+            page, rest = divmod(boundary, self._geometry.page_tokens)
+            if rest or not 1 <= page <= len(entry.hashes):
+                continue
+            for index, each in enumerate(self._geometry.groups):
+                if each.is_state and each.group == group:
+                    slots.setdefault(index, {})[page - 1] = block
+        if slots:
+            self.cache.save(entry.record, slots=slots)
+
+    def _filled(self, entry: _Entry, tokens: int, blocks_of: Callable[[str], BlockIds | None]) -> Slots:
+        """Blocks that are complete after this step: of tokens that are settled, which drafts are not."""
+        request = entry.request
+        settled = min(request.num_computed_tokens + tokens, request.num_tokens)
+        pages = min(settled // self._geometry.page_tokens, len(entry.hashes))
+        if pages <= entry.saved_pages or (block_ids := blocks_of(request.request_id)) is None:
+            return {}
+        first, entry.saved_pages = entry.saved_pages, pages
+        return self._geometry.attention_slots(block_ids, range(first, pages))
+
+    def _settled(self) -> tuple[frozenset[str], frozenset[str]]:
+        """The requests whose load has ended since the last step, and those of them that have to be computed."""
+        ended = {
+            request_id: entry
+            for request_id, entry in self._busy.items()
+            if entry.wanted is None and (entry.load is None or entry.load.done)
+        }
+        failed = set()
+        for request_id, entry in ended.items():
+            del self._busy[request_id]
+            if not entry.is_over and (entry.load is None or entry.load.failed or entry.is_stale):
+                failed.add(request_id)
+                self.counts.loads_failed += 1
+            entry.load, entry.is_stale = None, False
+            if entry.is_over:
+                self._release(entry)
+        return frozenset(ended), frozenset(failed)
+
+    # -- the whole cache ---------------------------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Nothing that was saved before is found again by this engine: its weights may be others from now on.
+
+        Requests under way go on; what they have computed is not saved. Whatever is saved from now on is this engine's
+        alone until it starts again.
+        """
+        self._epoch = uuid.uuid4().hex
+        for entry in self._entries.values():
+            entry.is_stale = entry.load is not None or entry.wanted is not None
+            if not entry.is_stale:
+                self._release(entry)
+            else:
+                entry.hashes = []
+
+    def close(self) -> None:
+        """The engine ends."""
+        self._entries.clear()
+        self._busy.clear()
+        self.cache.close()
+
+    # -- inside ------------------------------------------------------------------------------------------------------
+
+    def _may_load(self, entry: _Entry) -> bool:
+        return self._loads and not getattr(entry.request, "skip_reading_prefix_cache", False)
+
+    def _open(self, entry: _Entry) -> bool:
+        """False for a request that is not cached."""
+        request = entry.request
+        identity = self._identity_of(request)
+        if identity is None:
+            return False
+        extras = dict(identity.extras or {})
+        if self._epoch is not None:
+            extras["epoch"] = self._epoch
+        entry.hashes = self._geometry.page_hashes(request.block_hashes, 0)
+        entry.token_count = request.num_tokens
+        entry.saved_pages = 0
+        entry.record = self.cache.open(
+            list(entry.hashes), token_count=entry.token_count, salt=identity.salt, extras=extras or None
+        )
+        return True
+
+    def _follow(self, entry: _Entry) -> bool:
+        """Tell the cache how the sequence has grown. False where it is not the one that was opened any more."""
+        if entry.record is None or entry.is_stale:
+            return False
+        known = len(entry.hashes)
+        grown = self._geometry.page_hashes(entry.request.block_hashes, max(0, known - 1))
+        if known and grown[:1] != entry.hashes[-1:]:
+            if entry.load is None and entry.wanted is None:
+                self._release(entry)
+            return False
+        fresh = grown[1:] if known else grown
+        if fresh or entry.token_count != entry.request.num_tokens:
+            entry.token_count = entry.request.num_tokens
+            self.cache.append(entry.record, fresh, token_count=entry.token_count)
+            entry.hashes += fresh
+        return True
+
+    def _want_checkpoint(self, entry: _Entry, restored: int, limit: int) -> None:
+        """Where attention is known beyond the last state, ask vLLM to stop there once: the next sibling finds a state.
+
+        ``shared_prefix_boundary`` is vLLM's own field for where its local cache found the same.
+        """
+        if not self._geometry.has_state or not hasattr(entry.request, "shared_prefix_boundary"):
+            return
+        page = self._geometry.page_tokens
+        known = min(self.cache.attention(entry.record) // page * page, limit)
+        if known > restored and known > entry.request.shared_prefix_boundary:
+            entry.request.shared_prefix_boundary = known
+            self.counts.checkpoints_wanted += 1
+
+    def _release(self, entry: _Entry) -> None:
+        record, entry.record, entry.hashes = entry.record, None, []
+        if record is not None:
+            self.cache.release(record)

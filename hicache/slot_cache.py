@@ -1,0 +1,273 @@
+"""SlotCache: L2 and L3 for an engine that hands out its L1 slots itself, such as vLLM."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from types import TracebackType
+from typing import Self
+
+from hicache.directory import DirectoryConfig
+from hicache.errors import UsageError
+from hicache.keys import BlockKeys, FieldValue, chained_key
+from hicache.l3 import L3
+from hicache.policies import policy_of
+from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
+from hicache.policies.write import WritePolicy, write_policy_of
+from hicache.pools import L1Pool, L2Pool
+from hicache.ranks.settings import Ranks
+from hicache.replica import Replica
+from hicache.slot_directory import SlotDirectory, Step
+from hicache.slot_request import EngineSlot, SlotLoad, SlotRecord, SlotSave, SlotsByPage
+from hicache.spec import CacheSpec
+from hicache.stats import DirectoryStats
+
+
+class SlotRequest:
+    """One sequence, from ``SlotCache.open`` to ``SlotCache.release``. Used by one thread at a time."""
+
+    def __init__(self, cache: SlotCache, root: bytes, record: SlotRecord) -> None:
+        self._cache = cache
+        self._root = root
+        self._record = record
+        self.prefetch_deadline_s = 0.0  # by the cache's clock
+
+
+class SlotCache:
+    """The engine names pages by its own chained hashes, and slots by their index in its own pools, which every rank has
+    adopted (``L1Pool.adopt``). hicache says which prefix L2 and L3 can restore, copies it into slots that the engine
+    names, and copies pages and states out of them. Thread-safe. No call waits for a copy, for L3 or for room.
+
+    No fault of L2, L3 or a copy raises here. UsageError means that the engine's own call was refused.
+    """
+
+    def __init__(
+        self,
+        spec: CacheSpec,
+        *,
+        l1: L1Pool | None,
+        l2: L2Pool | None,
+        l3: L3 | None,
+        salt: bytes | None = None,
+        prefetch: PrefetchPolicy | None = None,
+        write_policy: str | WritePolicy = "write_through",
+        one_numbering: bool = False,
+        ranks: Ranks | None = None,
+        copies: str = "auto",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """As ``HiCache``: ``l1`` is the adopted pool of rank 0, or None for all three: see ``lead``."""
+        self.spec = spec
+        self.l3 = l3
+        self._salt = salt
+        self._keys = BlockKeys(spec.namespace, page_tokens=spec.page_tokens)
+        self._clock = clock
+        self._prefetch_policy = policy_of("prefetch", prefetch, PrefetchPolicy)
+        self._closed = False
+        policy = write_policy_of(write_policy)
+        self._replica = Replica(spec, l1=l1, l2=l2, l3=l3, ranks=ranks, copies=copies)
+        common = self._replica.common
+        try:
+            config = DirectoryConfig(
+                common.l1_slots,
+                common.l2_slots,
+                has_l3=common.has_l3,
+                ranks=spec.rank_count,
+                prefetch_threshold_tokens=self._prefetch_policy.threshold_tokens,
+            )
+            self._directory = SlotDirectory(spec, config, write_policy=policy, one_numbering=one_numbering)
+        except BaseException:
+            self._replica.give_up()
+            raise
+        self._pump = self._replica.start(self._directory, clock=clock)
+        self._changed = self._pump.changed
+
+    @classmethod
+    def lead(
+        cls,
+        spec: CacheSpec,
+        *,
+        ranks: Ranks,
+        salt: bytes | None = None,
+        prefetch: PrefetchPolicy | None = None,
+        write_policy: str | WritePolicy = "write_through",
+        one_numbering: bool = False,
+    ) -> Self:
+        """The leader in a process without a rank, such as an engine's scheduler: every rank is a RankWorker.
+
+        ``one_numbering``: slot ``n`` of all groups is the same memory, which belongs to one of them at a time. Waits
+        for all ranks at ``ranks``. Raises ConfigError.
+        """
+        return cls(
+            spec,
+            l1=None,
+            l2=None,
+            l3=None,
+            salt=salt,
+            prefetch=prefetch,
+            write_policy=write_policy,
+            one_numbering=one_numbering,
+            ranks=ranks,
+        )
+
+    # -- a request ---------------------------------------------------------------------------------------------------
+
+    def open(
+        self,
+        page_hashes: Sequence[bytes],
+        *,
+        token_count: int,
+        salt: bytes | None = None,
+        extras: Mapping[str, FieldValue] | None = None,
+    ) -> SlotRequest:
+        """A sequence of ``token_count`` tokens, by the engine's hash of each full page, which stands for all tokens up
+        to its end. ``salt`` replaces the cache's own; ``extras``: further parts of its identity."""
+        if not isinstance(salt, bytes | None):
+            raise UsageError(f"salt is a {type(salt).__name__}: expected bytes, or None for the cache's own")
+        root = self._keys.root(salt=self._salt if salt is None else salt, extras=extras)
+        keys = [chained_key(root, page_hash) for page_hash in page_hashes]
+        with self._changed:
+            self._begin()
+            record = self._directory.open(keys, token_count=token_count)
+            self._pump.pump()
+        return SlotRequest(self, root, record)
+
+    def prefetch(self, request: SlotRequest, *, beyond: int = 0, mode: PrefetchMode | None = None) -> None:
+        """Begin to bring from L3 to L2 what makes the usable prefix longer than the ``beyond`` tokens that the engine
+        has itself. Returns at once; does nothing the second time, unless a load, save or append has been in between."""
+        if mode is not None:
+            check_mode(mode)
+        with self._changed:
+            self._begin()
+            record = self._record_of(request)
+            if record.prefetch is None or record.prefetch.concluded:
+                tokens = self._directory.gainable_tokens(record, own_tokens=beyond)
+                patience_s = self._prefetch_policy.patience_s(mode or self._prefetch_policy.mode, tokens=tokens)
+                request.prefetch_deadline_s = self._clock() + patience_s
+                self._directory.prefetch(record, own_tokens=beyond)
+                self._pump.pump()
+
+    def is_ready(self, request: SlotRequest) -> bool:
+        """Whether the mode of the prefetch lets the request wait no longer."""
+        with self._changed:
+            settled = self._directory.is_settled(self._record_of(request))
+            return settled or self._closed or self._clock() >= request.prefetch_deadline_s
+
+    def usable(self, request: SlotRequest, *, beyond: int) -> int:
+        """The longest prefix, in tokens, that ``load`` can restore now: whole pages, the last token left to compute,
+        and all groups of it; ``beyond``, which the engine has itself, when it is not longer.
+
+        ``beyond``: the attention of all these tokens, and the windows before its end. What is promised is kept in L2
+        for the request until it is loaded, saved, appended to, released or asked for again, or for 30 s.
+        """
+        with self._changed:
+            self._begin()
+            tokens = self._directory.usable(self._record_of(request), own_tokens=beyond)
+            self._pump.pump()
+            return tokens
+
+    def attention(self, request: SlotRequest) -> int:
+        """Leading tokens, whole pages, whose attention the engine (see ``beyond``), L2 or L3 has, whether or not a
+        state or window is there to go on from: where it ends, siblings diverge, and a state is worth its memory."""
+        with self._changed:
+            return self._directory.attention(self._record_of(request))
+
+    def load(self, request: SlotRequest, *, beyond: int, tokens: int, slots: SlotsByPage) -> SlotLoad:
+        """Begin to copy what a prefix of ``tokens`` tokens, which ``usable`` has told, needs beyond the engine's own
+        into ``slots``: by group and page. Other slots that are named are left alone. A state's page is the last one
+        before the boundary.
+
+        The slots are hicache's until the load is ``done``; then it has ``failed``, or all is there. Copies run beside
+        compute: the engine computes on these slots only in a step that it begins after that.
+        """
+        with self._changed:
+            self._begin()
+            load = self._directory.load(self._record_of(request), own_tokens=beyond, tokens=tokens, slots=slots)
+            self._pump.pump()
+            return load
+
+    def append(self, request: SlotRequest, page_hashes: Sequence[bytes], *, token_count: int) -> None:
+        """The sequence has ``token_count`` tokens now; ``page_hashes`` of the pages that are full by that."""
+        keys = [chained_key(request._root, page_hash) for page_hash in page_hashes]
+        with self._changed:
+            self._begin()
+            self._directory.append(self._record_of(request), keys, token_count=token_count)
+            self._pump.pump()
+
+    def save(self, request: SlotRequest, slots: SlotsByPage) -> SlotSave:
+        """Begin to write down the pages and states in ``slots``, by group and page, as far as they are not below yet:
+        what L2 or L3 has costs no copy. What finds no room in L2 is left out and counted.
+
+        They are read after the last step that was numbered, and before any step that ``step`` is told to reuse them.
+        """
+        with self._changed:
+            self._begin()
+            save = self._directory.save(self._record_of(request), slots)
+            self._pump.pump()
+            return save
+
+    def busy_slots(self, request: SlotRequest | None = None) -> set[EngineSlot]:
+        """``(group, slot)`` of what copies for the request, or for any, read or write, or are about to write."""
+        with self._changed:
+            return self._directory.busy_slots(None if request is None else self._record_of(request))
+
+    def step(self, reuses: Mapping[int, Iterable[int]] | None = None) -> Step:
+        """Number the engine's next step, for ``RankWorker.step``: send it along with the step to every worker.
+
+        On every rank, what was asked to be copied before this call sees what was computed before this step; what is
+        asked after it, what the step has computed. ``reuses``: by group, the slots that the step writes to and that
+        held something else before; it waits for copies that still read these. None: for all copies that read any slot.
+        """
+        with self._changed:
+            self._begin()
+            self._pump.pump()
+            return self._directory.step(reuses)
+
+    def release(self, request: SlotRequest) -> None:
+        """The request is over, or given up at whatever point it was; copies under way end by themselves, and its loads
+        and saves still tell when. Raises UsageError the second time."""
+        with self._changed:
+            self._directory.release(self._record_of(request))
+            self._pump.pump()
+
+    # -- the cache ---------------------------------------------------------------------------------------------------
+
+    @property
+    def stats(self) -> DirectoryStats:
+        """Counters since start; see DirectoryStats for what is conserved."""
+        return self._directory.stats
+
+    def flush(self, *, timeout_s: float) -> bool:
+        """Wait until nothing is under way between the tiers. False when the time was not enough."""
+        with self._changed:
+            self._pump.pump()
+            return self._pump.wait_while(lambda: self._directory.open_jobs > 0, deadline_s=self._clock() + timeout_s)
+
+    def close(self) -> None:
+        """Give up what is under way, disconnect, and free L2. Idempotent."""
+        with self._changed:
+            if self._closed:
+                return
+            self._closed = self._pump.is_closed = True
+            self._changed.notify_all()
+        self._replica.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _begin(self) -> None:
+        """Every call that decides something begins so: with the lock held."""
+        if self._closed:
+            raise UsageError("the cache has been closed")
+        self._directory.tell_time(self._clock())
+
+    def _record_of(self, request: SlotRequest) -> SlotRecord:
+        """Raises UsageError for a request of another cache: its slots mean something else here."""
+        if request._cache is not self:
+            raise UsageError("the request belongs to another SlotCache: give it to the one that opened it")
+        return request._record
