@@ -13,8 +13,15 @@ from tests.daemon.rig import DaemonProcess
 from tests.engines.vllm.rig import EngineProcess
 from tests.engines.vllm.server import Server
 
+TEST_S = 400  # starts of engines take seconds each, and minutes where the machine is busy
 StartEngine = Callable[..., EngineProcess]
 StartServer = Callable[..., Server]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.timeout(TEST_S))
 
 
 @pytest.fixture(scope="session")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.daemon.rig import wait_until
-from tests.engines.vllm.rig import ENVIRONMENT, ROOT
+from tests.engines.vllm.rig import ANSWER_TOKENS, ENVIRONMENT, ROOT
 
 START_S = 120.0
 ANSWER_S = 60.0
@@ -70,7 +70,7 @@ class Server:
         except OSError:
             return False
 
-    def complete(self, prompt: list[int], *, salt: str | None = None, tokens: int = 16) -> tuple[int, ...]:
+    def complete(self, prompt: list[int], *, salt: str | None = None, tokens: int = ANSWER_TOKENS) -> tuple[int, ...]:
         body: dict[str, Any] = {
             "model": "tiny",
             "prompt": prompt,
