@@ -11,8 +11,17 @@ import pytest
 from tests.daemon.conftest import folder, start, start_thread  # noqa: F401
 from tests.daemon.rig import DaemonProcess
 from tests.engines.vllm.rig import EngineProcess
+from tests.engines.vllm.server import Server
 
+TEST_S = 400  # starts of engines take seconds each, and minutes where the machine is busy
 StartEngine = Callable[..., EngineProcess]
+StartServer = Callable[..., Server]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(Path(__file__).parent):
+            item.add_marker(pytest.mark.timeout(TEST_S))
 
 
 @pytest.fixture(scope="session")
@@ -39,5 +48,18 @@ def engine(tmp_path: Path, models: Path) -> Iterator[StartEngine]:
             process = EngineProcess(tmp_path, models, in_process=in_process, **environment)
             stack.callback(process.close)
             return process
+
+        yield make
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[StartServer]:
+    """Starts HTTP servers; see ``Server``."""
+    with ExitStack() as stack:
+
+        def make(model: str, connector: dict[str, object]) -> Server:
+            started = Server(tmp_path, model, connector)
+            stack.callback(started.close)
+            return started.wait_ready()
 
         yield make

@@ -72,6 +72,7 @@ class Engine:
                 "finish": output.outputs[0].finish_reason,
                 "cached": output.num_cached_tokens,
                 "external": external,
+                "margin": margin(output.outputs[0].logprobs),
             }
             for output in outputs
         ]
@@ -120,7 +121,13 @@ def prompt_of(request: Answer) -> Answer:
 def greedy(max_tokens: int) -> Any:
     from vllm import SamplingParams
 
-    return SamplingParams(max_tokens=max_tokens, temperature=0.0, detokenize=False, ignore_eos=True)
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, detokenize=False, ignore_eos=True, logprobs=2)
+
+
+def margin(steps: list[dict[int, Any]]) -> float:
+    """By how much the token that was chosen was likelier than the next one, in nats, at the closest of all steps."""
+    ranked = (sorted((each.logprob for each in step.values()), reverse=True) for step in steps)
+    return min(first - second for first, second, *_ in ranked)
 
 
 def leave_checkpoints_to_step_ends() -> None:

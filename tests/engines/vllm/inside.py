@@ -11,11 +11,13 @@ from typing import Any
 
 from tests.engines.vllm.driver import Answer, Engine, greedy, prompt_of
 
+NOT_HELD = "not held"
+
 
 def bytes_of(engine: Engine, *, prompt: list[int], tokens: int, salt: str | None = None) -> list[list[str]]:
     """Digests of what each group keeps of the first ``tokens`` of a prompt, while a request for it runs.
 
-    For attention of every block that it holds, "null" where a window has left one; for a state of that at ``tokens``.
+    For attention of every block, NOT_HELD where a window has let go of one; for a state of the block at ``tokens``.
     """
     request_id = f"bytes-{tokens}-{salt}"
     core = engine.llm.llm_engine
@@ -37,7 +39,7 @@ def _digests(engine: Engine, group: int, ids: list[int], tokens: int) -> list[st
     count = tokens // kept.kv_cache_spec.block_size
     wanted = range(count - 1, count) if isinstance(kept.kv_cache_spec, MambaSpec) else range(count)
     tensors = [tensor for layer in kept.layer_names for tensor in _tensors_of(engine, layer)]
-    return ["null" if not ids[index] else _digest(tensors, ids[index]) for index in wanted]
+    return [NOT_HELD if not ids[index] else _digest(tensors, ids[index]) for index in wanted]
 
 
 def _tensors_of(engine: Engine, layer: str) -> list[Any]:
@@ -79,7 +81,13 @@ def _target(link: str) -> str:
         return ""
 
 
-def storm(engine: Engine, *, seed: int, requests: int, abort_share: float, prompts: list[list[int]]) -> Answer:
+def failed_loads(engine: Engine) -> int:
+    return int(engine.scheduler.connector.loads_failed)
+
+
+def storm(
+    engine: Engine, *, seed: int, requests: int, abort_share: float, prompts: list[list[int]], tokens: int
+) -> Answer:
     """Many requests at once, some of them given up at a random step; returns the tokens of the others, by prompt."""
     chance = random.Random(seed)
     core = engine.llm.llm_engine
@@ -90,15 +98,14 @@ def storm(engine: Engine, *, seed: int, requests: int, abort_share: float, promp
     step = 0
     while waiting or core.has_unfinished_requests():
         for name, index in waiting[:3]:
-            core.add_request(name, prompt_of({"prompt": prompts[index]}), greedy(16))
+            core.add_request(name, prompt_of({"prompt": prompts[index]}), greedy(tokens))
             doomed = {other: left + step if other == name else left for other, left in doomed.items()}
         del waiting[:3]
         for name in [name for name, due in doomed.items() if due <= step and name not in dict(waiting)]:
             core.abort_request([name])
             del doomed[name]
-        finished += [
-            (which[output.request_id], list(output.outputs[0].token_ids)) for output in core.step() if output.finished
-        ]
+        ended = (output for output in core.step() if output.finished)
+        finished += [(which[output.request_id], list(output.outputs[0].token_ids)) for output in ended]
         step += 1
     return {"finished": finished, "preemptions": _metric(engine, "vllm:num_preemptions")}
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 from tests.engines.vllm.conftest import StartEngine
-from tests.engines.vllm.rig import EngineProcess, hicache, prompt
+from tests.engines.vllm.inside import NOT_HELD
+from tests.engines.vllm.rig import Asked, EngineProcess, Output, hicache, prompts
 
-PROMPT_TOKENS = 410
-RESTORED_TOKENS = 384  # a multiple of the page sizes of all models, and the last below PROMPT_TOKENS
+RESTORED_TOKENS = 384  # of a prompt of 410: a multiple of the page sizes of all models but MLA, and the last one
 
 
 @dataclass(slots=True)
@@ -17,29 +18,39 @@ class Stored:
     """What an engine without any cache answered, and what was in the memory of the one that stored it."""
 
     model: str
-    turn: list[int]
-    answer: tuple[int, ...]
-    next_turn: list[int]
-    next_answer: tuple[int, ...]
+    turn: Asked
+    next_turn: Asked
     digests: list[list[str]]
     settings: dict[str, Any] = field(default_factory=dict)
 
 
-def store(make: StartEngine, model: str, target: str, **settings: Any) -> Stored:
+def answered(process: EngineProcess, model: str, *, count: int, **settings: Any) -> list[Asked]:
+    """Prompts with what the model answers without a cache."""
+    found = list(islice(process.start(model, **settings).settled(prompts()), count))
+    process.stop()
+    return found
+
+
+def check(asked: list[Asked], outputs: list[Output]) -> list[Output]:
+    """All answers are right and whole."""
+    assert [output.tokens for output in outputs] == [each.answer for each in asked]
+    assert {output.finish for output in outputs} == {"length"}
+    return outputs
+
+
+def store(make: StartEngine, model: str, target: str) -> Stored:
     """One process: the answers without a cache, then an engine that stores a prompt and ends."""
     process = make()
-    turn = prompt(1, tokens=PROMPT_TOKENS)
-    alone = process.start(model, **settings)
-    answer = alone.ask(turn).tokens
-    next_turn = [*turn, *answer, *prompt(2, tokens=20)]
-    next_answer = alone.ask(next_turn).tokens
+    alone = process.start(model)
+    turn = next(alone.settled(prompts()))
+    next_turn = next(alone.settled([*turn.prompt, *turn.answer, *more] for more in prompts(tokens=20)))
     alone.stop()
-    storing = process.start(model, hicache(target), **settings)
-    digests = storing.run("bytes_of", prompt=turn, tokens=RESTORED_TOKENS)  # stores as it runs
+    storing = process.start(model, hicache(target))
+    digests = storing.run("bytes_of", prompt=turn.prompt, tokens=RESTORED_TOKENS)  # stores as it runs
     storing.reset()
-    assert storing.ask(turn).tokens == answer
+    check([turn], [storing.ask(turn.prompt)])
     process.end()
-    return Stored(model, turn, answer, next_turn, next_answer, digests, settings)
+    return Stored(model, turn, next_turn, digests)
 
 
 def start_again(process: EngineProcess, stored: Stored, target: str, **connector: Any) -> EngineProcess:
@@ -48,21 +59,24 @@ def start_again(process: EngineProcess, stored: Stored, target: str, **connector
 
 def check_foreign(engine: EngineProcess, stored: Stored, *, salt: str) -> None:
     """Another tenant's request gets nothing of it, and the same answer."""
-    foreign = engine.ask(stored.turn, salt=salt)
+    foreign = engine.ask(stored.turn.prompt, salt=salt)
     assert (foreign.external, foreign.cached) == (0, 0), "another tenant's pages were served"
-    assert foreign.tokens == stored.answer
+    assert foreign.tokens == stored.turn.answer
 
 
 def check_loaded(engine: EngineProcess, stored: Stored) -> None:
     """The prompt comes from the store, but for its last page, and is answered as without a cache."""
     engine.reset()
-    loaded = engine.ask(stored.turn)
+    loaded = engine.ask(stored.turn.prompt)
     assert loaded.external == RESTORED_TOKENS
-    assert loaded.tokens == stored.answer, "loaded bytes give other tokens than computed ones"
+    assert loaded.tokens == stored.turn.answer, "loaded bytes give other tokens than computed ones"
 
 
 def check_bytes(engine: EngineProcess, stored: Stored) -> None:
     """What was loaded is, in the engine's memory, what was there when it was stored."""
     engine.reset()
-    found = engine.run("bytes_of", prompt=stored.turn, tokens=RESTORED_TOKENS)
-    assert found == stored.digests, "other bytes than those that were stored"
+    found = engine.run("bytes_of", prompt=stored.turn.prompt, tokens=RESTORED_TOKENS)
+    for loaded, kept in zip(found, stored.digests, strict=True):
+        assert loaded[-1] != NOT_HELD
+        pairs = [pair for pair in zip(loaded, kept, strict=True) if NOT_HELD not in pair]
+        assert all(one == other for one, other in pairs), "other bytes than those that were stored"

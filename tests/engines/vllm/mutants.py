@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -66,6 +67,23 @@ class LoadsOtherRank(HiCacheConnector):
 
         with mock.patch.object(vllm_worker, "_open_worker", swapped):
             super().register_kv_caches(kv_caches)
+
+
+class FailsLoads(HiCacheConnector):
+    """Whose loads all fail, as those from memory that has gone bad would; counts them."""
+
+    loads_failed = 0
+
+    def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
+        super().set_xfer_handshake_metadata_pp_aware(metadata)
+        cache, load = self._side.cache, self._side.cache.load
+
+        def failing(*arguments: Any, **named: Any) -> Any:
+            self.loads_failed += 1
+            load(*arguments, **named)
+            return SimpleNamespace(done=True, failed=True, by_source={}, tokens=0)
+
+        cache.load = failing
 
 
 def _elsewhere(tensor: torch.Tensor) -> torch.Tensor:

@@ -11,13 +11,13 @@ from hicache.backends.faulty import Fault, FaultKind
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.rig import DaemonProcess, wait_until
 from tests.engines.vllm.conftest import StartEngine
-from tests.engines.vllm.rig import hicache, prompt
+from tests.engines.vllm.lives import RESTORED_TOKENS, answered, check
+from tests.engines.vllm.rig import hicache
 
 StartThread = Callable[..., ThreadedDaemon]
 GETS = (FaultKind.DELAY, FaultKind.SHORT, FaultKind.EIO, FaultKind.WRONG_BYTES, FaultKind.NEVER, FaultKind.LATE)
 PUTS = (FaultKind.DELAY, FaultKind.EIO, FaultKind.ENOSPC, FaultKind.NEVER)
 PATIENCE = {"prefetch_mode": "timeout", "prefetch_base_s": 0.5, "prefetch_per_ki_token_s": 0.0}
-RESTORED = 384
 
 
 @pytest.mark.parametrize("model", ["llama", "qwen3-next"])
@@ -25,31 +25,26 @@ def test_br_001_whatever_a_get_meets_the_answer_is_right_and_the_store_is_used_a
     engine: StartEngine, start_thread: StartThread, model: str
 ) -> None:
     daemon = start_thread()
-    target = daemon.target.replace("unix:", "unix://")
-    prompts = [prompt(seed, tokens=410) for seed in range(len(GETS))]
+    target = address(daemon)
     process = engine()
-    alone = process.start(model)
-    answers = [alone.ask(each).tokens for each in prompts]
-    alone.stop()
+    asked = answered(process, model, count=len(GETS))
     storing = process.start(model, hicache(target))
-    assert [storing.ask(each).tokens for each in prompts] == answers
+    check(asked, [storing.ask(each.prompt) for each in asked])
     storing.stop()
 
     loading = process.start(model, hicache(target, **PATIENCE))
-    for kind, ask, answer in zip(GETS, prompts, answers, strict=True):
+    for kind, each in zip(GETS, asked, strict=True):
         fault = daemon.backend.arm("get_into", Fault(kind, delay_s=2.0))
-        output = loading.ask(ask)
+        output = loading.ask(each.prompt)
         assert fault.entered.is_set(), f"{kind}: the store was not asked"
         daemon.backend.disarm()
-        assert output.tokens == answer, kind
-        assert output.finish == "length"
-        assert output.external < RESTORED, kind
+        check([each], [output])
+        assert output.external < RESTORED_TOKENS, kind
     loading.stop()
 
     again = process.start(model, hicache(target))
-    outputs = [again.ask(each) for each in prompts]
-    assert [output.tokens for output in outputs] == answers
-    assert [output.external for output in outputs] == [RESTORED] * len(prompts)
+    outputs = check(asked, [again.ask(each.prompt) for each in asked])
+    assert [output.external for output in outputs] == [RESTORED_TOKENS] * len(asked)
     process.end()
 
 
@@ -57,26 +52,22 @@ def test_whatever_a_put_meets_the_answer_is_right_and_nothing_half_stored_is_ser
     engine: StartEngine, start_thread: StartThread
 ) -> None:
     daemon = start_thread()
-    target = daemon.target.replace("unix:", "unix://")
+    target = address(daemon)
     model = "qwen3-next"
-    prompts = [prompt(seed, tokens=410) for seed in range(len(PUTS) + 1)]
     process = engine()
-    alone = process.start(model)
-    answers = [alone.ask(each).tokens for each in prompts]
-    alone.stop()
-    for kind, ask, answer in zip(PUTS, prompts, answers, strict=False):
+    asked = answered(process, model, count=len(PUTS) + 1)
+    for kind, each in zip(PUTS, asked, strict=False):
         storing = process.start(model, hicache(target))
         fault = daemon.backend.arm("put", Fault(kind, delay_s=0.2))
-        assert storing.ask(ask).tokens == answer, kind
+        check([each], [storing.ask(each.prompt)])
         wait_until(fault.entered.is_set, what=f"{kind}: the store was asked")
         daemon.backend.disarm()
         storing.stop()
 
     loading = process.start(model, hicache(target))
-    outputs = [loading.ask(each) for each in prompts]
-    assert [output.tokens for output in outputs] == answers
-    assert outputs[0].external == RESTORED  # a slow one has been stored
-    assert outputs[-1].external == 0
+    outputs = check(asked, [loading.ask(each.prompt) for each in asked])
+    assert outputs[PUTS.index(FaultKind.DELAY)].external == RESTORED_TOKENS
+    assert outputs[-1].external == 0  # it was never asked before
     process.end()
 
 
@@ -86,29 +77,24 @@ def test_br_038_a_daemon_that_is_killed_and_comes_back_costs_no_answer_and_no_re
     daemon = start()
     target = f"unix://{daemon.settings['socket']}"
     process = engine()
-    prompts = [prompt(seed, tokens=410) for seed in range(24)]
-    alone = process.start("llama")
-    answers = [alone.ask(each).tokens for each in prompts]
-    alone.stop()
+    asked = answered(process, "llama", count=24)
     storing = process.start("llama", hicache(target))
-    assert [storing.ask(each).tokens for each in prompts] == answers
+    check(asked, [storing.ask(each.prompt) for each in asked])
     storing.stop()
 
     loading = process.start("llama", hicache(target, **PATIENCE))
-    first = loading.ask(prompts[0])
-    assert (first.external, first.tokens) == (RESTORED, answers[0])
+    [first] = check(asked[:1], [loading.ask(asked[0].prompt)])
+    assert first.external == RESTORED_TOKENS
     daemon.kill()
-    for number in (1, 2, 3):
-        assert loading.ask(prompts[number]).tokens == answers[number]
+    check(asked[1:4], [loading.ask(each.prompt) for each in asked[1:4]])
     Path(str(daemon.settings["ready_file"])).unlink(missing_ok=True)
     start()
-    untouched = iter(range(4, len(prompts)))
+    untouched = iter(asked[4:])
 
     def is_served_again() -> bool:
-        number = next(untouched)
-        output = loading.ask(prompts[number])
-        assert output.tokens == answers[number]
-        return output.external == RESTORED
+        each = next(untouched)
+        [output] = check([each], [loading.ask(each.prompt)])
+        return output.external == RESTORED_TOKENS
 
     wait_until(is_served_again, what="the engine uses the store again")
     process.end()
@@ -116,14 +102,28 @@ def test_br_038_a_daemon_that_is_killed_and_comes_back_costs_no_answer_and_no_re
 
 def test_a_store_and_an_l2_far_too_small_only_cost_hits(engine: StartEngine, start_thread: StartThread) -> None:
     daemon = start_thread(capacity_bytes="2MiB")
-    target = daemon.target.replace("unix:", "unix://")
     process = engine()
-    prompts = [prompt(seed, tokens=410) for seed in range(6)]
-    alone = process.start("llama")
-    answers = [alone.ask(each).tokens for each in prompts]
-    alone.stop()
-    small = process.start("llama", hicache(target, l2_bytes=1 << 20, **PATIENCE))
+    asked = answered(process, "llama", count=6)
+    small = process.start("llama", hicache(address(daemon), l2_bytes=1 << 20, **PATIENCE))
     for _ in range(3):
         small.reset()
-        assert [output.tokens for output in small.generate(*prompts)] == answers
+        check(asked, small.generate(*(each.prompt for each in asked)))
     process.end()
+
+
+def test_a_load_that_always_fails_ends_in_computing_and_is_not_tried_for_ever(engine: StartEngine, target: str) -> None:
+    process = engine()
+    for model in ("llama", "qwen3-next"):
+        [each] = answered(process, model, count=1)
+        failing = process.start(model, hicache(target, name="FailsLoads", module="tests.engines.vllm.mutants"))
+        check([each], [failing.ask(each.prompt)])
+        failing.reset()
+        output = check([each], [failing.ask(each.prompt)])[0]  # it is in L2: a load begins, and fails
+        assert output.cached == 0
+        assert 1 <= failing.run("failed_loads") <= 3, model
+        process.stop()
+    process.close()
+
+
+def address(daemon: ThreadedDaemon) -> str:
+    return daemon.target.replace("unix:", "unix://")

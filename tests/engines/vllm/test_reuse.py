@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+from itertools import islice
+
 import pytest
 
 from tests.engines.vllm.conftest import StartEngine
-from tests.engines.vllm.lives import RESTORED_TOKENS, check_bytes, check_foreign, check_loaded, start_again, store
-from tests.engines.vllm.rig import hicache, prompt
+from tests.engines.vllm.lives import (
+    RESTORED_TOKENS,
+    check,
+    check_bytes,
+    check_foreign,
+    check_loaded,
+    start_again,
+    store,
+)
+from tests.engines.vllm.rig import hicache, prompt, prompts
 
 PAGED = ("llama", "llama-mha", "gemma3")
 HYBRID = ("qwen3-next", "nemotron-h")
@@ -22,10 +32,9 @@ def test_a_prompt_is_restored_after_a_restart_and_the_checks_tell_a_connector_wi
 
     loading = start_again(process, stored, target)
     check_foreign(loading, stored, salt="bob")
-    next_turn = loading.ask(stored.next_turn)
-    decoded = (len(stored.turn) + len(stored.answer) - 1) // 32 * 32  # all that was computed, in whole pages
-    assert next_turn.external == (decoded if model in PAGED else RESTORED_TOKENS)
-    assert next_turn.tokens == stored.next_answer
+    [next_turn] = check([stored.next_turn], [loading.ask(stored.next_turn.prompt)])
+    computed = len(stored.turn.prompt) + len(stored.turn.answer) - 1
+    assert next_turn.external == (computed // 32 * 32 if model in PAGED else RESTORED_TOKENS)
     check_loaded(loading, stored)
     check_bytes(loading, stored)
     loading.stop()
@@ -61,16 +70,15 @@ def test_br_146_the_third_of_siblings_that_diverge_is_restored_where_they_do(
     engine: StartEngine, target: str, model: str
 ) -> None:
     shared = prompt(3, tokens=256)
-    siblings = [[*shared, *prompt(seed, tokens=144)] for seed in (4, 5, 6)]
     process = engine()
     alone = process.start(model)
-    answers = [alone.ask(sibling).tokens for sibling in siblings]
+    siblings = list(islice(alone.settled([*shared, *rest] for rest in prompts(4, tokens=144)), 3))
     alone.stop()
     with_store = process.start(model, hicache(target))
     outputs = []
     for sibling in siblings:
-        outputs.append(with_store.ask(sibling))
+        outputs.append(with_store.ask(sibling.prompt))
         with_store.reset()  # what is reused comes from the store, not from the engine's own memory
-    assert [output.tokens for output in outputs] == answers
+    check(siblings, outputs)
     assert [output.external for output in outputs] == [0, 0, 256]
     process.end()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import count, islice
 
 import pytest
 
@@ -12,6 +13,7 @@ from tests.engines.vllm.rig import hicache, prompt
 from tests.faults.table import BASE_METRICS
 
 BLOCKS = {"llama": 40, "qwen3-next": 14}  # too few for four requests at once
+TOKENS = 12
 
 
 @pytest.mark.parametrize("model", BLOCKS)
@@ -20,20 +22,21 @@ def test_storms_of_preemptions_and_aborts_leave_nothing_behind(
 ) -> None:
     daemon = start_thread()
     shared = prompt(1, tokens=256)
-    prompts = [[*shared[: 64 * (seed % 5)], *prompt(seed, tokens=380)] for seed in range(8)]
     process = engine()
     alone = process.start(model)
-    answers = [list(alone.ask(each).tokens) for each in prompts]
+    mixed = ([*shared[: 64 * (seed % 5)], *prompt(seed, tokens=380 - 64 * (seed % 5))] for seed in count())
+    asked = list(islice(alone.settled(mixed, tokens=TOKENS), 8))
     alone.stop()
 
     target = daemon.target.replace("unix:", "unix://")
     crowded = process.start(model, hicache(target, l2_bytes=4 << 20), num_gpu_blocks_override=BLOCKS[model])
+    prompts = [each.prompt for each in asked]
     preemptions = 0
     held = []
     for seed in range(4):
-        done = crowded.run("storm", seed=seed, requests=24, abort_share=0.4, prompts=prompts)
+        done = crowded.run("storm", seed=seed, requests=24, abort_share=0.4, prompts=prompts, tokens=TOKENS)
         assert done["finished"]
-        assert [tokens for _, tokens in done["finished"]] == [answers[index] for index, _ in done["finished"]]
+        assert [(index, tokens) for index, tokens in done["finished"] if tuple(tokens) != asked[index].answer] == []
         preemptions = done["preemptions"]
         crowded.reset()
         held.append(crowded.run("holdings"))
