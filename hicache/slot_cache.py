@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
-from typing import Self, TypeVar
+from typing import Self
 
 from hicache.directory import DirectoryConfig
 from hicache.errors import UsageError
@@ -21,8 +21,6 @@ from hicache.slot_directory import SlotDirectory, Step
 from hicache.slot_request import EngineSlot, SlotLoad, SlotRecord, SlotSave, SlotsByPage
 from hicache.spec import CacheSpec
 from hicache.stats import DirectoryStats
-
-T = TypeVar("T")
 
 
 class SlotRequest:
@@ -239,11 +237,6 @@ class SlotCache:
         """Counters since start, as they are now; see DirectoryStats for what is conserved."""
         with self._changed:
             return self._directory.stats.copy()
-
-    def read_stats(self, read: Callable[[DirectoryStats], T]) -> T:
-        """What ``read`` makes of the counters, while nothing counts."""
-        with self._changed:
-            return read(self._directory.stats)
 
     def flush(self, *, timeout_s: float) -> bool:
         """Wait until nothing is under way between the tiers. False when the time was not enough."""

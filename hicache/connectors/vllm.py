@@ -266,7 +266,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
             facts,
             find_folder=lambda model: weights_folder(model, config.load_config.download_dir),
             depth=settings.weights,
-            given=settings.model_revision,
+            given=settings.weights_revision,
         )
         identity: EngineIdentity = engine_identity(config, self._kv_cache_config, facts, revision=revision)
         return identity.model, identity.revision, identity.fields

@@ -75,7 +75,10 @@ class Cache(Protocol):
     def save(self, request: Any, slots: Slots) -> Any: ...
     def step(self, *, reuses: Mapping[int, Sequence[int]] | None) -> Step: ...
     def release(self, request: Any) -> None: ...
-    def read_stats(self, read: Callable[[DirectoryStats], Samples]) -> Samples: ...
+
+    @property
+    def stats(self) -> DirectoryStats: ...
+
     def close(self) -> Any: ...
 
 
@@ -380,7 +383,7 @@ class SchedulerSide:
 
     def samples(self) -> Samples:
         """Everything that was counted since start."""
-        samples = self.cache.read_stats(samples_of)
+        samples = samples_of(self.cache.stats)
         samples.update({(name,): getattr(self.counts, name) for name in Counts.__slots__})
         return samples
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_args
 
 from hicache.connectors.checkpoint import Depth
@@ -33,6 +34,7 @@ class VllmSettings:
     l2_state_share: float = 0.25
     l3: str | None = None
     token: str = ""
+    token_file: str | None = None
     deployment: str = ""
     prefetch_mode: PrefetchMode = "timeout"
     prefetch_base_s: float = 1.0
@@ -41,8 +43,8 @@ class VllmSettings:
     prefetch_threshold_tokens: int = 256
     write_policy: str = "write_through"
     tenant_salt_required: bool = False
-    model_revision: str | None = None
     weights: Depth = "sampled"
+    weights_revision: str | None = None
     ranks: str = ""
     ranks_token: str = ""
 
@@ -53,6 +55,8 @@ class VllmSettings:
             raise ConfigError(f"{_PREFIX}l2_bytes", self.l2_bytes, "bytes of host memory for each rank, more than 0")
         if not 0 <= self.l2_state_share <= 1:
             raise ConfigError(f"{_PREFIX}l2_state_share", self.l2_state_share, "a fraction from 0 to 1")
+        if self.token and self.token_file:
+            raise ConfigError(f"{_PREFIX}token_file", self.token_file, "token or token_file, not both")
         self.prefetch  # noqa: B018  # its checks are part of these
         write_policy_of(self.write_policy)
         if self.weights not in get_args(Depth):
@@ -70,6 +74,16 @@ class VllmSettings:
         if "l2_bytes" not in extra_config:
             raise ConfigError(f"{_PREFIX}l2_bytes", None, "bytes of host memory for each rank, such as 68719476736")
         return cls(**extra_config)
+
+    @property
+    def secret(self) -> str:
+        """What hicached knows the engine by. Raises ConfigError where its file cannot be read."""
+        if self.token_file is None:
+            return self.token
+        try:
+            return Path(self.token_file).read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"{_PREFIX}token_file", self.token_file, f"a text file to read ({error})") from error
 
     @property
     def prefetch(self) -> PrefetchPolicy:

@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 
+from hicache.connectors.counters import METRICS
 from hicache.connectors.vllm_scheduler import Geometry, Identity, SchedulerSide, StepPlan
 from hicache.connectors.vllm_spec import BlockGroup
+from hicache.errors import UsageError
 from tests.connectors.vllm_fakes import FakeCache, Request
 
 PAGE = 8
@@ -333,6 +335,35 @@ def test_workers_that_write_early_are_given_a_fence_behind_each_step() -> None:
     assert plan.fence == (2, ())
     assert [entry[0] for entry in world.cache.log if entry[0] != "prefetch"] == ["step", "save", "step"]
     assert world.logged("step")[1] == (2, None)
+
+
+def test_everything_that_is_counted_has_a_metric() -> None:
+    world = World()
+    computed(world, range(30))
+    assert {sample[0] for sample in world.side.samples()} <= {metric.name for metric in METRICS}
+
+
+def test_a_call_that_the_cache_refuses_costs_the_request_the_cache_and_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    world = World()
+    computed(world, range(30))
+    request = world.request("b", range(30))
+    world.side.matched(request, 0)
+    world.side.allocated(request, ([5, 6, 7],), 24)
+
+    def refuse(*arguments: Any, **options: Any) -> Any:
+        raise UsageError("a slot is missing")
+
+    world.cache.load = refuse  # type: ignore[method-assign]
+    plan = world.plan()
+    assert (plan.received, plan.failed) == ({"b"}, {"b"})
+    assert "a slot is missing" in caplog.text
+    assert world.side.matched(request, 0) == 0
+    world.compute(request, 30)
+    world.side.finished(request)
+    assert world.side.counts.calls_refused == 1
+    assert all(record.released for record in world.cache.records)
 
 
 def test_close_ends_the_cache() -> None:

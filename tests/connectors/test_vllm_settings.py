@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -46,7 +48,7 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         ("prefetch_threshold_tokens", 1.5),
         ("write_policy", "sometimes"),
         ("tenant_salt_required", "yes"),
-        ("model_revision", 3),
+        ("weights_revision", 3),
         ("weights", "none"),
         ("ranks", "here"),
     ],
@@ -69,6 +71,18 @@ def test_a_token_is_not_shown() -> None:
     with pytest.raises(ConfigError) as refused:
         VllmSettings(l2_bytes=1, token=b"secret")  # type: ignore[arg-type]
     assert "text" in str(refused.value)
+
+
+def test_a_token_may_stand_in_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "token"
+    settings = VllmSettings.of({"l2_bytes": 1, "token_file": str(path)})
+    with pytest.raises(ConfigError, match=re.escape(str(path))):
+        settings.secret  # noqa: B018
+    path.write_text("secret\n")
+    assert settings.secret == "secret"
+    assert VllmSettings(l2_bytes=1, token="t").secret == "t"
+    with pytest.raises(ConfigError, match="not both"):
+        VllmSettings.of({"l2_bytes": 1, "token": "t", "token_file": str(path)})
 
 
 def test_ranks_meet_where_the_operator_says() -> None:

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from hicache.connectors.vllm_scheduler import Slots
+from hicache.stats import DirectoryStats
 
 
 @dataclass
@@ -163,6 +164,7 @@ class FakeCache:
         self.ready = True
         self.steps = 0
         self.closed = False
+        self.stats = DirectoryStats((1,) * groups)
 
     def open(
         self, page_hashes: Sequence[bytes], *, token_count: int, salt: bytes | None, extras: Mapping[str, Any] | None
