@@ -1,0 +1,1 @@
+"""Engines as they are released, on hicache: one module for each, imported by that engine alone."""
