@@ -18,7 +18,7 @@ from hicache.client.fault import NEVER_SENT, OUT_OF_TIME, Fault, FaultKind, call
 from hicache.client.leases import release_after, renew_for
 from hicache.client.memory_link import LinkState
 from hicache.client.probe import probe_daemon
-from hicache.client.session import Identity, Session, is_session_lost
+from hicache.client.session import Identity, ObjectsSpec, Session, is_session_lost
 from hicache.client.settings import ClientSettings
 from hicache.client.status import Counters, L3Status, ProbeReport
 from hicache.client.stream import through_stream
@@ -29,7 +29,6 @@ from hicache.l3 import Done, L3Item
 from hicache.notices import Notices
 from hicache.outcome import Outcome
 from hicache.shared_memory import SharedMemory
-from hicache.spec import CacheSpec
 from hicache.wire import hicached_pb2 as wire
 from hicache.wire.protocol import RefusalCode, pack_keys
 
@@ -57,7 +56,7 @@ class DaemonL3:
         self,
         address: str,
         *,
-        spec: CacheSpec,
+        spec: ObjectsSpec,
         memory: SharedMemory | None,
         token: str = "",
         client_name: str = "",
@@ -117,6 +116,10 @@ class DaemonL3:
     def unpin(self, keys: Sequence[bytes], *, timeout_s: float) -> list[Outcome]:
         """End pins, whoever asked for them; ABSENT for what is not pinned."""
         return self._by_parts("unpin", keys, partial(self._pin, 0), timeout_s=timeout_s)
+
+    def delete(self, keys: Sequence[bytes], *, timeout_s: float) -> list[Outcome]:
+        """Remove objects of this tenant: OK; ABSENT for what is not there."""
+        return self._by_parts("delete", keys, self._delete, timeout_s=timeout_s)
 
     def watch(self) -> Watch:
         """An iterator over what is stored and removed of this tenant, beginning with what is there."""
@@ -234,6 +237,12 @@ class DaemonL3:
         packed, key_bytes = pack_keys(keys)
         request = wire.PinRequest(session_secret=session.secret, keys=packed, key_bytes=key_bytes, pin_ms=pin_ms)
         reply = call(session.stub.Pin, request, timeout_s=timeout_s)
+        return reply if isinstance(reply, Fault) else decode_outcomes(reply.outcomes, count=len(keys))
+
+    def _delete(self, session: Session, keys: Sequence[bytes], timeout_s: float) -> list[Outcome] | Fault:
+        packed, key_bytes = pack_keys(keys)
+        request = wire.KeysRequest(session_secret=session.secret, keys=packed, key_bytes=key_bytes)
+        reply = call(session.stub.Delete, request, timeout_s=timeout_s)
         return reply if isinstance(reply, Fault) else decode_outcomes(reply.outcomes, count=len(keys))
 
     def _transfer(self, direction: Direction, items: Sequence[L3Item], *, timeout_s: float, done: Done) -> None:
