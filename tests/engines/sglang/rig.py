@@ -14,7 +14,7 @@ import torch
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.memory_pool import (
     HybridLinearKVPool,
@@ -23,10 +23,12 @@ from sglang.srt.mem_cache.memory_pool import (
     MLATokenToKVPool,
     ReqToTokenPool,
 )
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolTransfer
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context, get_parallel
 
 from hicache.connectors.sglang import HiCacheStorage
@@ -284,11 +286,70 @@ class Engine:
 
         wait_until(is_settled, what="backup")
 
-    def prefetch(self, prompt: array[int], *, salt: str | None = None, timeout_s: float = 20.0) -> int:
-        """Tokens that came from L3 for a new request, when the policy lets it go on."""
+    def hashes(self, prompt: array[int], *, salt: str | None = None) -> list[str]:
+        """SGLang's names of the pages."""
+        return list(get_storage_hash_str(RadixKey(prompt, cache_salt=salt), None, page_size=PAGE_TOKENS))
+
+    def on_device(self, prompt: array[int], *, salt: str | None = None) -> dict[str, torch.Tensor]:
+        """The bytes that the tree has of a prompt on the device."""
+        matched = self.match(prompt, salt=salt)
+        state = None
+        if self.device.states:
+            state = self.cache.tree_core.get_component_device_value(matched.best_match_node, ComponentType.MAMBA)
+        return self._bytes(self.cache.path_device_indices(matched.last_device_node), state)
+
+    def host_locks(self) -> int:
+        """Backups and prefetches that still hold something."""
+        return len(self.cache.ongoing_write_through) + len(self.cache.ongoing_backup) + len(self.cache.ongoing_prefetch)
+
+    def stored(self, prompt: array[int], *, salt: str | None = None) -> int:
+        """How many pages of the prompt L3 has at which this engine could go on."""
+        names = [entry.name for entry in self.cache.host_pool_group.entries if not entry.is_primary_index_anchor]
+        states = [PoolTransfer(name, keys=["..."], hit_policy=PoolHitPolicy.TRAILING_PAGES) for name in names]
+        return int(self.storage.batch_exists_v2(self.hashes(prompt, salt=salt), states).kv_hit_pages)
+
+    def idle(self) -> None:
+        """Steps until no prefetch is left, also of requests that have gone on without."""
+
+        def is_idle() -> bool:
+            self.step()
+            controller = self.cache.cache_controller
+            return not self.cache.ongoing_prefetch and controller.prefetch_tokens_occupied == 0
+
+        wait_until(is_idle, what="the end of prefetches")
+
+    def use_again(self, prompt: array[int]) -> None:
+        """As a second request that finds the prompt on the device does."""
+        matched = self.match(prompt)
+        indices = self.cache.path_device_indices(matched.last_device_node)
+        self.cache.insert(InsertParams(key=RadixKey(prompt), value=indices.clone(), mamba_value=self._spare_state()))
+
+    def _spare_state(self) -> torch.Tensor | None:
+        return self.device.requests.mamba_allocator.alloc(1) if self.device.states else None
+
+    def evict_from_the_device(self, token_count: int) -> None:
+        """As when other requests need the room."""
+        states = 1 if self.device.states else 0
+        self.cache.evict(EvictParams(num_tokens=token_count, mamba_num=states))
+
+    def evict_everything(self) -> None:
+        """Forget what L1 and L2 have."""
+        self.cache.reset()
+        self.device.allocator.clear()
+
+    def prefetch(
+        self, prompt: array[int], *, salt: str | None = None, timeout_s: float = 20.0, until_done: bool = False
+    ) -> int:
+        """Tokens that came from L3 for a new request, when the policy lets it go on.
+
+        ``until_done``: the scheduler comes to the request only when all has been fetched.
+        """
         handle = CacheRequestHandle(f"request-{next(self._numbers)}", 0)
         matched = self.match(prompt, salt=salt)
         self.cache.prefetch_from_storage(handle, matched.last_host_node, prompt, None, None, None, None, salt)
+
+        if until_done:
+            wait_until(lambda: self._is_fetched(handle), what="all of the prefetch")
 
         def may_go_on() -> bool:
             self.step()
@@ -296,6 +357,10 @@ class Engine:
 
         wait_until(may_go_on, timeout_s=timeout_s, what="prefetch")
         return int(self.cache.pop_prefetch_loaded_tokens(handle))
+
+    def _is_fetched(self, handle: CacheRequestHandle) -> bool:
+        self.step()
+        return handle not in self.cache.ongoing_prefetch
 
     def match(self, prompt: array[int], *, salt: str | None = None) -> Any:
         return self.cache.match_prefix(MatchPrefixParams(key=RadixKey(prompt, cache_salt=salt)))
@@ -305,11 +370,7 @@ class Engine:
         assert self.cache.load_back(self.match(prompt, salt=salt).best_match_node)
         self.cache.ready_to_load_host_cache()
         self.cache.loading_check()
-        matched = self.match(prompt, salt=salt)
-        state = None
-        if self.device.states:
-            state = self.cache.tree_core.get_component_device_value(matched.best_match_node, ComponentType.MAMBA)
-        return self._bytes(self.cache.path_device_indices(matched.last_device_node), state)
+        return self.on_device(prompt, salt=salt)
 
     def host_slots(self) -> dict[str, tuple[int, int]]:
         """Free and all slots of each host pool that has slots of its own."""
