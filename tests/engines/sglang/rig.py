@@ -288,9 +288,7 @@ class Engine:
         """Tokens that came from L3 for a new request, when the policy lets it go on."""
         handle = CacheRequestHandle(f"request-{next(self._numbers)}", 0)
         matched = self.match(prompt, salt=salt)
-        self.cache.prefetch_from_storage(
-            handle, matched.last_host_node, prompt, None, None, None, None, salt
-        )
+        self.cache.prefetch_from_storage(handle, matched.last_host_node, prompt, None, None, None, None, salt)
 
         def may_go_on() -> bool:
             self.step()

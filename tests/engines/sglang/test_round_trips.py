@@ -20,7 +20,9 @@ HAVE = {  # which host layouts SGLang builds for which model
 
 
 @pytest.mark.parametrize("core", ["rust", "python"])
-@pytest.mark.parametrize(("model", "layout"), [(model, layout) for model, layouts in HAVE.items() for layout in layouts])
+@pytest.mark.parametrize(
+    ("model", "layout"), [(model, layout) for model, layouts in HAVE.items() for layout in layouts]
+)
 def test_what_one_engine_computed_another_restores_bit_for_bit(
     hicached: HicachedProcess, model: str, layout: str, core: str
 ) -> None:
