@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 from hicache.client import ClientSettings, DaemonL3, WatchKind
 from hicache.connectors.host_pages_shared import Pool, SharedMove, SharedPool, share
-from hicache.connectors.host_pages_staging import Staging, StagedMove, StagedObject
+from hicache.connectors.host_pages_staging import StagedMove, StagedObject, Staging
 from hicache.keys import FieldValue
 from hicache.l3 import L3Item
 from hicache.outcome import Outcome

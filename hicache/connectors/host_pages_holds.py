@@ -64,7 +64,7 @@ class PageHolds:
             free()
 
     def free(self, original: Free, pool: Any, indices: Any) -> int:  # Any: SGLang's, in whose process alone this runs
-        """In place of ``pool.free(indices)``: frees what is not held, and sets the others aside. How many it was told."""
+        """In place of ``pool.free(indices)``: frees those that are not held, and sets the others aside."""
         with self._lock:
             free_now = self._set_held_aside(original, pool, indices) if self._held else indices
         if len(free_now):

@@ -95,7 +95,7 @@ def _is_mapped(fd: int, pool: Pool) -> bool:
     for line in _MAPS.read_text().splitlines():  # in the order of their addresses; one mapping may be several lines
         span, _, offset, device, inode, *_ = line.split()
         start, end = (int(part, 16) for part in span.split("-"))
-        if not start <= mapped_to < end:
+        if not start <= mapped_to < end or mapped_to >= pool.address + pool.size_bytes:
             continue
         major, minor = (int(part, 16) for part in device.split(":"))
         is_same = int(inode) == status.st_ino and os.makedev(major, minor) == status.st_dev
@@ -106,7 +106,7 @@ def _is_mapped(fd: int, pool: Pool) -> bool:
 
 
 class SharedMove:
-    """One get or put of pages of a shared pool. When it ends without an answer, its pages are held until there is one."""
+    """One get or put of pages of a shared pool. Without an answer in time, they are held until there is one."""
 
     def __init__(self, pool: Pool, items: Sequence[L3Item]) -> None:
         assert pool.holds is not None
