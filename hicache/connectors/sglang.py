@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Sequence
-from itertools import islice
+from itertools import chain, islice
 from typing import Any
 
 import torch
@@ -29,7 +29,7 @@ from hicache.client.address import parse_address
 from hicache.connectors.host_pages import HostPages, PageItem, PagesSpec
 from hicache.connectors.sglang_hits import PoolPages, leading, prefix_hits
 from hicache.connectors.sglang_identity import EngineIdentity, Rank
-from hicache.connectors.sglang_pools import PoolLayout, pool_layout
+from hicache.connectors.sglang_pools import Extents, PoolLayout, pool_layout
 from hicache.connectors.sglang_settings import StorageSettings
 from hicache.connectors.sglang_stats import TransferLog
 from hicache.errors import ConfigError
@@ -41,8 +41,6 @@ CLEAR_S_MAX = 30.0
 
 _log = logging.getLogger(__name__)
 
-Extents = tuple[tuple[int, int], ...]
-
 
 class _StoredPool:
     """One host pool, and what its pages are called in L3."""
@@ -51,27 +49,18 @@ class _StoredPool:
         self.layout = layout
         self._roots = roots
 
-    @property
-    def names_per_page(self) -> int:
-        """Objects of a page."""
-        return len(self._roots)
-
-    def names(self, page_hash: str) -> list[bytes]:
-        """The keys of the objects of a page: one for each slice."""
-        return [root + page_hash.encode() for root in self._roots]
+    def names(self, page_hashes: Sequence[str]) -> list[bytes]:
+        """The keys of the objects of all pages, part after part."""
+        return [root + page_hash.encode() for page_hash in page_hashes for root in self._roots]
 
     def items(self, page_hashes: Sequence[str], extents: Sequence[Sequence[Extents]]) -> list[PageItem]:
-        """The objects of all pages, slice after slice."""
-        return [
-            PageItem(name, of_slice)
-            for page_hash, of_page in zip(page_hashes, extents, strict=True)
-            for name, of_slice in zip(self.names(page_hash), of_page, strict=True)
-        ]
+        """The objects of all pages, part after part."""
+        return list(map(PageItem, self.names(page_hashes), chain.from_iterable(extents)))
 
-    def whole(self, outcomes: Sequence[bool], page_count: int) -> list[bool]:
-        """Of each page, whether all of its slices are."""
-        slices = len(self._roots)
-        return [all(outcomes[page * slices : (page + 1) * slices]) for page in range(page_count)]
+    def whole(self, is_there: Sequence[bool], page_count: int) -> list[bool]:
+        """Of each page, whether all of its parts are."""
+        parts = len(self._roots)
+        return [all(is_there[page * parts : (page + 1) * parts]) for page in range(page_count)]
 
 
 class HiCacheStorage(SGLangStorage):
@@ -237,22 +226,21 @@ class HiCacheStorage(SGLangStorage):
             pages.close()
 
     def _add_pool(self, host_pool: Any, name: str) -> None:
-        layout = pool_layout(host_pool, str(name), slices=self._rank.slices)
-        slices = range(max(1, len(layout.slices)))
+        layout = pool_layout(host_pool, str(name), head_slices=self._rank.head_slices)
         self._pools[name] = _StoredPool(
-            layout, [self._identity.root(layout, self._rank, position) for position in slices]
+            layout, [self._identity.root(layout, self._rank, part) for part in layout.parts]
         )
         if self._pages is None:
             return
         for pool in layout.memory:  # a pool of a draft model that came after the others
             self._pages.add_pool(pool)
-        if layout.object_bytes > self._object_bytes_max:
+        if layout.object_bytes_max > self._object_bytes_max:
             self._pages.close()
             self._open()
 
     def _open(self) -> None:
         layouts = [pool.layout for pool in self._pools.values()]
-        self._object_bytes_max = max(layout.object_bytes for layout in layouts)
+        self._object_bytes_max = max(layout.object_bytes_max for layout in layouts)
         if self._is_closed or not self._object_bytes_max:
             return
         memory = dict.fromkeys(pool for layout in layouts for pool in layout.memory)
@@ -275,10 +263,10 @@ class HiCacheStorage(SGLangStorage):
         found: list[list[bool]] = [[] for _ in pools]
         for start in range(0, len(keys), LOOKUP_PAGES):
             part = keys[start : start + LOOKUP_PAGES]
-            names = [name for pool in pools for key in part for name in pool.names(key)]
-            is_there = iter(self._contains(names, ends_at_s - time.monotonic()))
-            for pool, pages in zip(pools, found, strict=True):
-                pages.extend(pool.whole(list(islice(is_there, pool.names_per_page * len(part))), len(part)))
+            names = [pool.names(part) for pool in pools]
+            is_there = iter(self._contains(list(chain.from_iterable(names)), ends_at_s - time.monotonic()))
+            for pool, pages, of_pool in zip(pools, found, names, strict=True):
+                pages.extend(pool.whole(list(islice(is_there, len(of_pool))), len(part)))
             if not all(all(pages[start:]) for pages, is_gating in zip(found, stops_at_gap, strict=True) if is_gating):
                 break
         return [pages + [False] * (len(keys) - len(pages)) for pages in found]
@@ -317,13 +305,13 @@ class HiCacheStorage(SGLangStorage):
         started_at_s = time.perf_counter()
         items = pool.items(keys, extents)
         outcomes = pages.get(items) if is_get else pages.put(items)
-        moved = sum(outcome is Outcome.OK for outcome in outcomes) // len(pool.layout.slices)
-        page_bytes = pool.layout.object_bytes * len(pool.layout.slices)
-        (self._prefetched if is_get else self._backed_up).note(moved, page_bytes=page_bytes, started_at_s=started_at_s)
+        moved = sum(outcome is Outcome.OK for outcome in outcomes) // len(pool.layout.parts)
+        log = self._prefetched if is_get else self._backed_up
+        log.note(moved, page_bytes=pool.layout.page_bytes, started_at_s=started_at_s)
         return pool.whole([outcome.is_ok for outcome in outcomes], len(keys))
 
     def _check_split(self, host_pool: Any) -> None:
-        slices = self._rank.slices
+        slices = self._rank.head_slices
         heads = getattr(host_pool, "head_num", None)
         if slices == 1 or heads is None:
             return

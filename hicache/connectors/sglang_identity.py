@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache.connectors.checkpoint import fingerprint_checkpoint
-from hicache.connectors.sglang_pools import PoolLayout
+from hicache.connectors.sglang_pools import Part, PoolLayout
 from hicache.connectors.sglang_settings import StorageSettings
 from hicache.errors import ConfigError
 from hicache.keys import FieldValue, digest_fields
@@ -66,8 +66,8 @@ class Rank:
         )
 
     @property
-    def slices(self) -> int:
-        """In how many objects this rank stores its heads of a page."""
+    def head_slices(self) -> int:
+        """In how many objects this rank stores the heads of a plane."""
         return 1 if not self.heads_lcm else self.heads_lcm // self.tp_size
 
 
@@ -101,12 +101,12 @@ class EngineIdentity:
         fields += [(name, _text(getattr(arguments, name, None))) for name in _ARGUMENTS]
         return cls(tuple(fields), tuple(_draft_fields(arguments, settings)), settings.salt)
 
-    def root(self, layout: PoolLayout, rank: Rank, slice_index: int) -> bytes:
-        """What the key of every object of this pool, rank and slice begins with: 32 bytes."""
+    def root(self, layout: PoolLayout, rank: Rank, part: Part) -> bytes:
+        """What the key of every object of this pool, rank and part begins with: 32 bytes."""
         fields: list[tuple[str, FieldValue]] = [("pool", layout.name), ("salt", self.salt), *self.fields]
         fields += sorted(layout.identity.items())
         fields += [(name, getattr(rank, name)) for name in ("pp_rank", "pp_size", "cp_rank", "cp_size")]
-        fields.append(("heads", _heads(layout, rank, slice_index)))
+        fields += [("heads", _heads(layout, rank, part)), ("plane", part.plane), ("object_bytes", part.size_bytes)]
         if has_draft_layers(layout):
             fields += self.draft
         return digest_fields(fields)
@@ -169,12 +169,12 @@ def _config_digest(folder: Path | None) -> str | None:
     return blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
-def _heads(layout: PoolLayout, rank: Rank, slice_index: int) -> str:
+def _heads(layout: PoolLayout, rank: Rank, part: Part) -> str:
     """Whose heads these are. Engines with one ``tp_lcm_size`` share slices, whatever their TP size."""
     if layout.is_replicated:
         return "all"
     if rank.heads_lcm and layout.identity.get("byte_order") == "heads":
-        return f"slice {rank.tp_rank * len(layout.slices) + slice_index} of {rank.heads_lcm}"
+        return f"slice {rank.tp_rank * layout.head_slices + part.head_slice} of {rank.heads_lcm}"
     return f"rank {rank.tp_rank} of {rank.tp_size}"
 
 

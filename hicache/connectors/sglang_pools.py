@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from itertools import accumulate
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -46,6 +47,9 @@ _GEOMETRY = (
 )
 
 
+Extents: TypeAlias = tuple[tuple[int, int], ...]  # (address, bytes) each, one behind the other
+
+
 @dataclass(frozen=True, slots=True)
 class Run:
     """Bytes of every page that lie together: of page ``i`` at ``address + i * stride_bytes``."""
@@ -55,17 +59,31 @@ class Run:
     size_bytes: int
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is one object of a page: one plane (K, V, latents, one tensor of a state) of one slice of its heads."""
+
+    plane: int
+    head_slice: int
+    runs: tuple[Run, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """Payload bytes of the object."""
+        return sum(run.size_bytes for run in self.runs)
+
+
 @dataclass(frozen=True)
 class PoolLayout:
-    """A host pool as storage sees it. A page is one object, or ``len(slices)``: one for each slice of its heads.
+    """A host pool as storage sees it. ``parts`` make up a page, in the order in which a flat page has them.
 
-    A logical pool (DeepSeek-V4's anchor) has no slices: its pages have no bytes.
+    A logical pool (DeepSeek-V4's anchor) has no parts: its pages have no bytes.
     """
 
     name: str
     page_tokens: int
     page_count: int
-    slices: tuple[tuple[Run, ...], ...]
+    parts: tuple[Part, ...]
     is_replicated: bool  # over the TP ranks
     identity: dict[str, FieldValue] = field(compare=False)
     memory: tuple[Pool, ...] = field(default=(), compare=False)
@@ -73,93 +91,82 @@ class PoolLayout:
     @property
     def has_bytes(self) -> bool:
         """Whether there is anything to store."""
-        return bool(self.slices)
+        return bool(self.parts)
 
     @property
-    def object_bytes(self) -> int:
-        """Payload bytes of each object of a page; 0 without any."""
-        return sum(run.size_bytes for run in self.slices[0]) if self.slices else 0
+    def page_bytes(self) -> int:
+        """Payload bytes of all objects of a page."""
+        return sum(part.size_bytes for part in self.parts)
 
-    def extents(self, host_indices: torch.Tensor, page_count: int) -> list[list[tuple[tuple[int, int], ...]]]:
-        """(address, bytes) of the pages that ``host_indices`` name, ``page_tokens`` each: [page][slice][extent].
+    @property
+    def object_bytes_max(self) -> int:
+        """Payload bytes of the largest object; 0 without any."""
+        return max((part.size_bytes for part in self.parts), default=0)
+
+    @property
+    def head_slices(self) -> int:
+        """In how many objects the heads of a plane are stored."""
+        return 1 + max((part.head_slice for part in self.parts), default=0)
+
+    def extents(self, host_indices: torch.Tensor, page_count: int) -> list[list[Extents]]:
+        """(address, bytes) of the pages that ``host_indices`` name, ``page_tokens`` each: [page][part][extent].
 
         Raises ValueError for indices that are not of so many whole pages of this pool.
         """
         pages = self._pages(host_indices, page_count)
-        per_slice = [_addresses(runs, pages) for runs in self.slices]
-        return [
-            [
-                tuple(zip(addresses[position].tolist(), (run.size_bytes for run in runs), strict=True))
-                for runs, addresses in zip(self.slices, per_slice, strict=True)
-            ]
-            for position in range(page_count)
-        ]
+        of_parts = [_extents_of(part.runs, pages) for part in self.parts]
+        return [list(of_page) for of_page in zip(*of_parts, strict=True)]
 
-    def flat_extents(self, tensor: torch.Tensor) -> list[tuple[tuple[int, int], ...]]:
-        """The same of a page in a tensor of its own, as SGLang's flat interface hands it over.
+    def flat_extents(self, tensor: torch.Tensor) -> list[Extents]:
+        """The same of one page in a tensor of its own, as SGLang's flat interface hands it over: [part][extent].
 
         Raises ValueError for a tensor of another size.
         """
-        count = len(self.slices)
-        if not tensor.is_contiguous() or tensor.nbytes != count * self.object_bytes:
-            raise ValueError(
-                f"a page of {self.name} is {count * self.object_bytes} contiguous bytes, not {tensor.nbytes}"
-            )
-        if count == 1:
-            return [((tensor.data_ptr(), tensor.nbytes),)]
-        extents: list[list[tuple[int, int]]] = [[] for _ in self.slices]
-        address = tensor.data_ptr()
-        for plane in range(len(self.slices[0])):  # K of all heads, then V of all heads
-            for slice_index, runs in enumerate(self.slices):
-                extents[slice_index].append((address, runs[plane].size_bytes))
-                address += runs[plane].size_bytes
-        return [tuple(of_slice) for of_slice in extents]
+        if not tensor.is_contiguous() or tensor.nbytes != self.page_bytes:
+            raise ValueError(f"a page of {self.name} is {self.page_bytes} contiguous bytes, not {tensor.nbytes}")
+        ends = accumulate((part.size_bytes for part in self.parts), initial=tensor.data_ptr())
+        return [((address, part.size_bytes),) for address, part in zip(ends, self.parts, strict=False)]
 
     def _pages(self, host_indices: torch.Tensor, page_count: int) -> NDArray[np.int64]:
         indices = host_indices.detach().cpu().numpy()
         if len(indices) != page_count * self.page_tokens:
-            expected = page_count * self.page_tokens
-            raise ValueError(f"{page_count} pages of {self.name} are {expected} host indices, not {len(indices)}")
+            wanted = page_count * self.page_tokens
+            raise ValueError(f"{page_count} pages of {self.name} are {wanted} host indices, not {len(indices)}")
         first = indices[:: self.page_tokens].astype(np.int64, copy=False)
         pages, within = np.divmod(first, self.page_tokens)
         if within.any() or (len(pages) and (pages.min() < 0 or pages.max() >= self.page_count)):
-            raise ValueError(
-                f"host indices {first.tolist()} of {self.name} are no page starts of its {self.page_count} pages"
-            )
+            expected = f"page starts of the {self.page_count} pages of {self.name}"
+            raise ValueError(f"host indices {first.tolist()} are not {expected}")
         return pages
 
 
-def pool_layout(host_pool: Any, name: str, *, slices: int = 1) -> PoolLayout:
-    """How ``host_pool`` lies. ``slices``: in how many objects the heads of a page are stored, where it has heads.
+def pool_layout(host_pool: Any, name: str, *, head_slices: int = 1) -> PoolLayout:
+    """How ``host_pool`` lies. ``head_slices``: in how many objects its heads are stored, where it has heads.
 
     Raises ConfigError for a pool or a layout that objects cannot be made of.
     """
-    if _is_logical(host_pool):
-        return PoolLayout(name, int(host_pool.page_size), int(host_pool.size) // int(host_pool.page_size), (), True, {})
     page_tokens = int(getattr(host_pool, "page_size", 1) or 1)
-    count = slices if _has_heads(host_pool) and host_pool.layout == "page_head" else 1
-    runs = _runs(host_pool, count)
-    per_slice = len(runs) // count
-    parts = tuple(tuple(runs[start : start + per_slice]) for start in range(0, len(runs), per_slice))
+    page_count = int(host_pool.size) // page_tokens
+    if "LogicalHostPool" in _class_names(host_pool):
+        return PoolLayout(name, page_tokens, page_count, (), True, {})
+    slices = head_slices if _has_heads(host_pool) and host_pool.layout == "page_head" else 1
     return PoolLayout(
         name,
         page_tokens,
-        page_count=int(host_pool.size) // page_tokens,
-        slices=parts,
-        is_replicated=_class_names(host_pool).intersection(_REPLICATED) != set(),
-        identity=_identity(host_pool, parts, heads=int(host_pool.head_num) // count if count > 1 else None),
+        page_count,
+        parts=tuple(_parts(host_pool, slices)),
+        is_replicated=not _class_names(host_pool).isdisjoint(_REPLICATED),
+        identity=_identity(host_pool, slices),
         memory=tuple(_memory(host_pool)),
     )
 
 
-def _addresses(runs: Sequence[Run], pages: NDArray[np.int64]) -> NDArray[np.int64]:
+def _extents_of(runs: Sequence[Run], pages: NDArray[np.int64]) -> Iterator[Extents]:
     starts = np.array([run.address for run in runs], dtype=np.int64)
     strides = np.array([run.stride_bytes for run in runs], dtype=np.int64)
-    return starts + pages[:, None] * strides
-
-
-def _is_logical(host_pool: Any) -> bool:
-    return "LogicalHostPool" in _class_names(host_pool)
+    sizes = [run.size_bytes for run in runs]
+    for addresses in (starts + pages[:, None] * strides).tolist():
+        yield tuple(zip(addresses, sizes, strict=True))
 
 
 def _class_names(host_pool: Any) -> set[str]:
@@ -170,29 +177,32 @@ def _has_heads(host_pool: Any) -> bool:
     return "MHATokenToKVPoolHost" in _class_names(host_pool)
 
 
-def _runs(host_pool: Any, slices: int) -> list[Run]:
+def _parts(host_pool: Any, slices: int) -> Iterator[Part]:
     classes = _class_names(host_pool)
-    if "MambaPoolHost" in classes:
-        return _state_runs(host_pool)
-    if "DSAIndexerPoolHost" in classes and host_pool.layout == "layer_first":
-        return _tensor_runs(host_pool.index_k_with_scale_buffer)
-    runs = _asked_runs(host_pool, slices)
-    if _has_heads(host_pool) and host_pool.layout == "layer_first":
-        return runs[0::2] + runs[1::2]  # told as K and V of layer 0, of layer 1, ...; wanted as in the other layouts
-    return runs
+    if "MambaPoolHost" in classes:  # a slot: temporal, each conv state, and what else the checkpoint keeps
+        for plane, tensor in enumerate(_state_tensors(host_pool)):
+            yield Part(plane, 0, (_run_of(tensor),))
+    elif "DSAIndexerPoolHost" in classes and host_pool.layout == "layer_first":
+        yield Part(0, 0, tuple(map(_run_of, host_pool.index_k_with_scale_buffer)))
+    else:
+        runs = _asked_runs(host_pool, slices)
+        planes = 2 if _has_heads(host_pool) else 1
+        for plane in range(planes):  # told as K and V of the first layer or slice, of the second one, ...
+            of_plane = runs[plane::planes]
+            per_slice = len(of_plane) // slices
+            for head_slice in range(slices):
+                yield Part(plane, head_slice, tuple(of_plane[head_slice * per_slice :][:per_slice]))
 
 
-def _state_runs(host_pool: Any) -> list[Run]:
-    """A state slot: temporal, then each conv state, then what else the checkpoint keeps; empty ones have no bytes."""
+def _state_tensors(host_pool: Any) -> list[torch.Tensor]:
+    """``[slots, ...]`` each; a model without temporal or conv states has empty ones, which are not stored."""
     tensors = [host_pool.temporal_buffer, *host_pool.conv_buffer, *host_pool.slot_state_buffers]
-    return [
-        Run(each.data_ptr(), each.stride(0) * each.element_size(), each[0].nbytes) for each in tensors if each.numel()
-    ]
+    return [tensor for tensor in tensors if tensor.numel()]
 
 
-def _tensor_runs(layers: torch.Tensor) -> list[Run]:
-    """``[layers, pages, bytes]``: a run for each layer."""
-    return [Run(layer.data_ptr(), layer.stride(0) * layer.element_size(), layer[0].nbytes) for layer in layers]
+def _run_of(tensor: torch.Tensor) -> Run:
+    """Of pages along the first axis."""
+    return Run(tensor.data_ptr(), tensor.stride(0) * tensor.element_size(), tensor[0].nbytes)
 
 
 def _asked_runs(host_pool: Any, slices: int) -> list[Run]:
@@ -225,8 +235,8 @@ def _unsupported(host_pool: Any, reason: str) -> ConfigError:
     return ConfigError("host pool", f"{type(host_pool).__name__} {getattr(host_pool, 'layout', '')}", expected)
 
 
-def _identity(host_pool: Any, slices: tuple[tuple[Run, ...], ...], *, heads: int | None) -> dict[str, FieldValue]:
-    """Everything that the bytes of a page depend on. ``heads``: of a slice, where the page is split."""
+def _identity(host_pool: Any, slices: int) -> dict[str, FieldValue]:
+    """Everything that the bytes of a page depend on, of one slice of its heads where it is split."""
     layout = str(host_pool.layout)
     has_tokens = bool(_class_names(host_pool) & {"MHATokenToKVPoolHost", "MLATokenToKVPoolHost"})
     is_known = has_tokens or bool(_class_names(host_pool) & {*_REPLICATED, "MambaPoolHost"})
@@ -235,14 +245,13 @@ def _identity(host_pool: Any, slices: tuple[tuple[Run, ...], ...], *, heads: int
         "byte_order": (_BYTE_ORDERS.get(layout, layout) if has_tokens else "layers") if is_known else layout,
         "page_tokens": int(getattr(host_pool, "page_size", 1) or 1),
         "dtype": str(host_pool.dtype),
-        "object_bytes": sum(run.size_bytes for run in slices[0]),
         "tensors": ", ".join(_tensor_shapes(host_pool)),
     }
     for name in _GEOMETRY:
         value = getattr(host_pool, name, None)
         fields[name] = value if value is None or isinstance(value, bool | int | str) else str(value)
-    if heads is not None:
-        fields["head_num"] = heads
+    if slices > 1:
+        fields["head_num"] = int(host_pool.head_num) // slices
     return fields
 
 
@@ -252,7 +261,7 @@ def _tensor_shapes(host_pool: Any) -> Iterator[str]:
         for tensor in (getattr(host_pool, name, None) or ())[:1]:
             yield f"{tensor.dtype} {tuple(tensor.shape[2:])}" if tensor.ndim > 3 else str(tensor.dtype)
     if "MambaPoolHost" in _class_names(host_pool):
-        for tensor in (host_pool.temporal_buffer, *host_pool.conv_buffer, *host_pool.slot_state_buffers):
+        for tensor in _state_tensors(host_pool):
             yield f"{tensor.dtype} {tuple(tensor.shape[1:])}"
 
 

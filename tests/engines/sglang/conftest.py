@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, TypeAlias
 
 import pytest
 
@@ -20,6 +22,10 @@ with warnings.catch_warnings():
     from sglang.srt.mem_cache.utils import get_hash_str
 
     get_hash_str([1], None, 1)  # compiles the engine's hash function, once for a machine
+
+    from tests.engines.sglang.rig import Device, Engine, server
+
+Start: TypeAlias = Callable[..., Engine]
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -44,3 +50,18 @@ def daemon(tmp_path: Path) -> Iterator[SmallDaemon]:
     small = SmallDaemon(tmp_path).start()
     yield small
     small.stop()
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts engines one after another, each as a server of its own; those before it are closed by then."""
+    with contextlib.ExitStack() as running:
+
+        def engine(device: Device, config: dict[str, Any], *, core: str = "rust", **arguments: Any) -> Engine:
+            running.close()
+            server_args = running.enter_context(server(config, **arguments))
+            made = Engine(server_args, device, core=core)
+            running.callback(made.close)
+            return made
+
+        yield engine
