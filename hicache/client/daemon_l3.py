@@ -152,6 +152,13 @@ class DaemonL3:
         patience_s = self._settings.connect_timeout_s if timeout_s is None else timeout_s
         return self._supervisor.wait_first_answer(timeout_s=patience_s)
 
+    @property
+    def shares_memory(self) -> bool:
+        """Whether hicached moves bytes of the memory itself, as things are. Otherwise it is never in doubt."""
+        session = self._supervisor.session
+        link = session.link if session is not None and self._bounce is None else None
+        return link is not None and link.state is LinkState.OPEN
+
     def status(self) -> L3Status:
         """The client as it is now."""
         supervisor = self._supervisor

@@ -2,34 +2,37 @@
 
 from __future__ import annotations
 
-import ctypes
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
 from hashlib import blake2b
 
-from hicache.client import ClientSettings, DaemonL3
-from hicache.connectors.host_pages_staging import Staging
+from hicache.client import ClientSettings, DaemonL3, WatchKind
+from hicache.connectors.host_pages_shared import Pool, SharedMove, SharedPool, share
+from hicache.connectors.host_pages_staging import StagedMove, StagedObject, Staging
 from hicache.keys import FieldValue
 from hicache.l3 import L3Item
 from hicache.outcome import Outcome
 from hicache.spec import namespace_digest
-from hicache.workers import Job, QueueFull, Workers
+from hicache.workers import Workers
 
-SLOT_BYTES_MIN = 4 << 20
+__all__ = ["HostPages", "PageItem", "PagesSpec", "Pool"]
+
+SLOT_BYTES_MIN = 8 << 20
 SLOTS = 6
-MOVES_MAX = 3  # of one call at a time
+CLEAR_BATCH_KEYS = 4096
+CLEAR_S = 30.0
+PREFIX_BYTES = 16  # of the namespace, in each object key
 
 
 @dataclass(frozen=True, slots=True)
 class PageItem:
-    """A page: what it is called, and where its bytes are or shall be, as (address, nbytes) in their order.
+    """What is stored as one object: what it is called, and where its bytes are or shall be, as (address, nbytes).
 
-    One extent (MLA), two (K and V in different halves of the pool), or two for each layer. An object is its extents one
-    behind the other; keys are of any length of at least 1.
+    An object is its extents one behind the other. With one extent, in a pool that hicached shares, it is moved without
+    a copy in between; with several (a page in layer_first has one for each layer) it is gathered. ``key``: any bytes.
     """
 
     key: bytes
@@ -39,15 +42,6 @@ class PageItem:
     def size_bytes(self) -> int:
         """Of the object."""
         return sum(size_bytes for _, size_bytes in self.extents)
-
-
-@dataclass(frozen=True, slots=True)
-class Pool:
-    """Memory of the engine: mapped and of this size for as long as the HostPages lives. ``fd``: its memfd, or None."""
-
-    address: int
-    size_bytes: int
-    fd: int | None = None
 
 
 @dataclass(frozen=True)
@@ -72,11 +66,28 @@ class PagesSpec:
         return namespace_digest(self.descriptor)
 
 
+class _PoolLink:
+    """A pool, and the client over which its pages move where hicached shares it."""
+
+    def __init__(self, pool: Pool, shared: SharedPool | None, l3: DaemonL3 | None) -> None:
+        self.pool = pool
+        self.shared = shared
+        self.l3 = l3
+
+    def close(self) -> None:
+        if self.l3 is not None:
+            self.l3.close()
+        if self.shared is not None:
+            self.shared.close()
+
+
 class HostPages:
     """Moves pages. Thread-safe; no call blocks longer than its deadline, or raises for a fault of L3.
 
-    Every byte goes through memory of our own. hicached never touches a page of the engine, so that when a call has
-    returned nobody does, whatever became of it. Pages that are not OK after ``get`` may have been written to by it.
+    Pages of a pool with a memfd and a holder move without a copy in between: hicached reads and writes them itself.
+    A call about them that ends without an answer has its pages **held**, before it returns, until hicached has let go.
+    All other pages go through staging, and hicached never touches them. So when a call has returned, nobody touches
+    a page that its engine may use for something else. A page that is not OK after ``get`` holds undefined bytes.
     """
 
     def __init__(
@@ -96,56 +107,85 @@ class HostPages:
         Raises ConfigError for an address that cannot be one, and OSError where there is no memory for staging.
         """
         self._spec = spec
-        self._pools = list(pools)
         self._deadline_s = deadline_s
+        self._connect = partial(
+            DaemonL3,
+            address,
+            spec=spec,
+            token=token,
+            client_name=client_name,
+            deployment=deployment,
+            settings=settings,
+        )
         self._staging = Staging(slot_bytes=max(SLOT_BYTES_MIN, spec.object_bytes_max), slot_count=SLOTS)
+        self._links: list[_PoolLink] = []
         try:
-            self.l3 = DaemonL3(
-                address,
-                spec=spec,
-                memory=self._staging,
-                token=token,
-                client_name=client_name,
-                deployment=deployment,
-                settings=settings,
-            )
+            self.l3 = self._connect(memory=self._staging)
+            for pool in pools:
+                self.add_pool(pool)
         except BaseException:
             self._staging.close()
             raise
         self._workers = Workers("hicache-pages", threads=SLOTS, queue_max=4 * SLOTS)
 
     def add_pool(self, pool: Pool) -> None:
-        """Pages may lie in ``pool`` from now on."""
-        self._pools.append(pool)
+        """Items may lie in ``pool`` from now on."""
+        shared = share(pool)
+        self._links.append(_PoolLink(pool, shared, None if shared is None else self._connect(memory=shared)))
 
     def wait_ready(self, *, timeout_s: float) -> bool:
-        """Whether hicached is connected within ``timeout_s``. An engine need not wait for this."""
-        return self.l3.wait_ready(timeout_s=timeout_s)
+        """Whether hicached is connected, with all memory that it can share, within ``timeout_s``.
+
+        An engine need not wait for this.
+        """
+        ends_at_s = time.monotonic() + timeout_s
+        clients = [self.l3, *(link.l3 for link in self._links if link.l3 is not None)]
+        return all(client.wait_ready(timeout_s=max(0.0, ends_at_s - time.monotonic())) for client in clients)
+
+    def shares(self, address: int) -> bool:
+        """Whether hicached touches the page at ``address`` itself, as things are."""
+        link = self._link_of(address, 1)
+        return link is not None and link.l3 is not None and link.l3.shares_memory
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float | None = None) -> list[bool]:
-        """Whether each page is there now. False, too, where L3 cannot say."""
+        """Whether each object is there now. False, too, where L3 cannot say."""
         outcomes = self.l3.lookup([self._object_key(key) for key in keys], timeout_s=self._timeout_s(deadline_s))
         return [outcome is Outcome.OK for outcome in outcomes]
 
     def put(self, items: Sequence[PageItem], *, deadline_s: float | None = None) -> list[Outcome]:
-        """Store pages. OK or EXISTS (nothing was copied) means that hicached keeps them across restarts."""
+        """Store objects. OK or EXISTS (nothing was copied) means that hicached keeps them across restarts."""
         return self._move(items, deadline_s, is_get=False)
 
     def get(self, items: Sequence[PageItem], *, deadline_s: float | None = None) -> list[Outcome]:
-        """Bring pages in. OK means complete and verified where it lies."""
+        """Bring objects in. OK means complete and verified where it lies."""
         return self._move(items, deadline_s, is_get=True)
 
     def delete(self, keys: Sequence[bytes], *, deadline_s: float | None = None) -> list[Outcome]:
-        """Remove pages: OK, or ABSENT where there was none."""
+        """Remove objects: OK, or ABSENT where there was none."""
         return self.l3.delete([self._object_key(key) for key in keys], timeout_s=self._timeout_s(deadline_s))
 
-    def clear(self, *, deadline_s: float | None = None) -> bool:
-        """Remove all pages of this spec (and tenant). Whether that was done, as far as L3 can tell."""
-        raise NotImplementedError
+    def clear(self, *, deadline_s: float = CLEAR_S) -> bool:
+        """Remove all objects of this spec and tenant, of whichever engine. Whether none of those is left that were
+        there when this began.
+        """
+        ends_at_s = time.monotonic() + deadline_s
+        keys = self._stored_keys(ends_at_s)
+        if keys is None:
+            return False
+        for start in range(0, len(keys), CLEAR_BATCH_KEYS):
+            outcomes = self.l3.delete(keys[start : start + CLEAR_BATCH_KEYS], timeout_s=ends_at_s - time.monotonic())
+            if not all(outcome in (Outcome.OK, Outcome.ABSENT) for outcome in outcomes):
+                return False
+        return True
 
     def close(self) -> None:
-        """Give up what is in flight and disconnect. Idempotent. Nothing touches the pools afterwards."""
+        """Give up what is in flight and disconnect. Idempotent.
+
+        A page that is held stays so until hicached lets go of it, or dies.
+        """
         self.l3.close()
+        for link in self._links:
+            link.close()
         self._workers.close(timeout_s=1.0)
         self._staging.close()
 
@@ -153,153 +193,72 @@ class HostPages:
         return self._deadline_s if deadline_s is None else deadline_s
 
     def _object_key(self, key: bytes) -> bytes:
-        """``prefix of the namespace | hash of the key``: 48 bytes, whatever the engine calls its pages."""
-        return self._spec.namespace[:16] + blake2b(key, digest_size=32).digest()
+        """``start of the namespace | hash of the key``: of one length, whatever the engine calls its pages."""
+        return self._spec.namespace[:PREFIX_BYTES] + blake2b(key, digest_size=32).digest()
 
-    def _unfit(self, item: PageItem) -> Outcome | None:
-        for address, size_bytes in item.extents:
-            if size_bytes < 1 or not any(
-                pool.address <= address and address + size_bytes <= pool.address + pool.size_bytes
-                for pool in self._pools
-            ):
-                return Outcome.BAD_RANGE
-        if not item.extents:
-            return Outcome.BAD_RANGE
-        return Outcome.TOO_LARGE if item.size_bytes > self._spec.object_bytes_max else None
+    def _stored_keys(self, ends_at_s: float) -> list[bytes] | None:
+        """All objects of the namespace that are there; None when that was not told in time."""
+        prefix = self._spec.namespace[:PREFIX_BYTES]
+        keys: list[bytes] = []
+        watch = self.l3.watch()
+        alarm = threading.Timer(max(0.0, ends_at_s - time.monotonic()), watch.close)
+        alarm.daemon = True
+        alarm.start()
+        try:
+            for event in watch:
+                match event.kind:
+                    case WatchKind.RESET:
+                        keys.clear()
+                    case WatchKind.PRESENT | WatchKind.STORED:
+                        keys += [key for key in event.keys if key.startswith(prefix)]
+                    case WatchKind.SYNCED:
+                        return keys
+        finally:
+            alarm.cancel()
+            watch.close()
+        return None
+
+    def _link_of(self, address: int, size_bytes: int) -> _PoolLink | None:
+        return next((link for link in self._links if link.pool.has(address, size_bytes)), None)
 
     def _move(self, items: Sequence[PageItem], deadline_s: float | None, *, is_get: bool) -> list[Outcome]:
-        call = _Call(self, items, ends_at_s=time.monotonic() + self._timeout_s(deadline_s), is_get=is_get)
-        return call.run()
-
-
-class _Piece:
-    """Consecutive items that lie in one slot, from when it was taken until nobody else touches it."""
-
-    def __init__(self, staging: Staging, slot: int, positions: list[int]) -> None:
-        self.slot = slot
-        self.positions = positions
-        self._staging = staging
-        self._lock = threading.Lock()
-        self._outcomes: list[Outcome] | None = None
-        self._is_in_doubt = False
-
-    def settle(self, outcomes: list[Outcome]) -> None:
-        """The ``done`` of L3, from any thread: the slot is ours again."""
-        with self._lock:
-            self._outcomes = outcomes
-            if self._is_in_doubt:
-                self._staging.give_back(self.slot, was_in_doubt=True)
-
-    def outcomes_or_doubt(self) -> list[Outcome] | None:
-        """The call has ended: its outcomes, and the slot to be given back; or None, and it is left to ``settle``."""
-        with self._lock:
-            if self._outcomes is None:
-                self._is_in_doubt = True
-                self._staging.doubt()
-            return self._outcomes
-
-
-class _Call:
-    """One get or put of pages. In the thread of its caller, the only one that touches the pages."""
-
-    def __init__(self, pages: HostPages, items: Sequence[PageItem], *, ends_at_s: float, is_get: bool) -> None:
-        self._pages = pages
-        self._staging = pages._staging
-        self._items = items
-        self._ends_at_s = ends_at_s
-        self._is_get = is_get
-        self._outcomes: list[Outcome | None] = [pages._unfit(item) for item in items]
-        self._running: deque[tuple[Job[None], _Piece]] = deque()
-
-    def run(self) -> list[Outcome]:
-        if not self._is_get:
-            self._leave_out_present()
-        end = Outcome.DEADLINE
-        for positions in self._batches():
-            if len(self._running) == MOVES_MAX:
-                self._finish()
-            slot = self._staging.take(deadline_s=self._ends_at_s)
-            if slot is None:
-                end = Outcome.DEADLINE if self._left_s() <= 0 else Outcome.UNAVAILABLE
-                break
-            piece = _Piece(self._staging, slot, positions)
-            if not self._is_get:
-                self._gather(piece)
-            try:
-                job = self._pages._workers.submit(partial(self._ask, piece))
-            except QueueFull:
-                self._staging.give_back(slot)
-                end = Outcome.UNAVAILABLE
-                break
-            self._running.append((job, piece))
-        while self._running:
-            self._finish()
-        return [end if outcome is None else outcome for outcome in self._outcomes]
-
-    def _left_s(self) -> float:
-        return self._ends_at_s - time.monotonic()
-
-    def _leave_out_present(self) -> None:
-        wanted = [position for position, outcome in enumerate(self._outcomes) if outcome is None]
-        keys = [self._pages._object_key(self._items[position].key) for position in wanted]
-        for position, outcome in zip(wanted, self._pages.l3.lookup(keys, timeout_s=self._left_s()), strict=True):
-            if outcome is Outcome.OK:
-                self._outcomes[position] = Outcome.EXISTS
-            elif outcome is not Outcome.ABSENT:
-                self._outcomes[position] = outcome
-
-    def _batches(self) -> Iterator[list[int]]:
-        batch: list[int] = []
-        batch_bytes = 0
-        for position, outcome in enumerate(self._outcomes):
-            if outcome is not None:
+        ends_at_s = time.monotonic() + self._timeout_s(deadline_s)
+        outcomes = [Outcome.BAD_RANGE] * len(items)
+        staged: list[int] = []
+        direct: dict[_PoolLink, list[int]] = {}
+        for position, item in enumerate(items):
+            links = [self._link_of(*extent) for extent in item.extents]
+            size_bytes = item.size_bytes
+            if None in links or min((size for _, size in item.extents), default=0) < 1:
                 continue
-            size_bytes = self._items[position].size_bytes
-            if batch and batch_bytes + size_bytes > self._staging.slot_bytes:
-                yield batch
-                batch, batch_bytes = [], 0
-            batch.append(position)
-            batch_bytes += size_bytes
-        if batch:
-            yield batch
+            if size_bytes > self._spec.object_bytes_max:
+                outcomes[position] = Outcome.TOO_LARGE
+            elif len(links) == 1 and (link := links[0]) is not None and link.l3 is not None and link.l3.shares_memory:
+                direct.setdefault(link, []).append(position)
+            else:
+                staged.append(position)
+        for link, positions in direct.items():
+            moved = self._move_shared(link, [items[position] for position in positions], ends_at_s, is_get=is_get)
+            for position, outcome in zip(positions, moved, strict=True):
+                outcomes[position] = outcome
+        if staged:
+            moved = self._move_staged([items[position] for position in staged], ends_at_s, is_get=is_get)
+            for position, outcome in zip(staged, moved, strict=True):
+                outcomes[position] = outcome
+        return outcomes
 
-    def _ask(self, piece: _Piece) -> None:
-        items: list[L3Item] = []
-        offset = piece.slot
-        for position in piece.positions:
-            item = self._items[position]
-            items.append(L3Item(self._pages._object_key(item.key), offset, item.size_bytes))
-            offset += item.size_bytes
-        transfer = self._pages.l3.get if self._is_get else self._pages.l3.put
-        transfer(items, timeout_s=self._left_s(), done=piece.settle)
+    def _move_shared(
+        self, link: _PoolLink, items: Sequence[PageItem], ends_at_s: float, *, is_get: bool
+    ) -> list[Outcome]:
+        assert link.l3 is not None
+        move = SharedMove(
+            link.pool,
+            [L3Item(self._object_key(i.key), i.extents[0][0] - link.pool.address, i.extents[0][1]) for i in items],
+        )
+        outcomes = move.run(link.l3, timeout_s=ends_at_s - time.monotonic(), is_get=is_get)
+        return [Outcome.DEADLINE] * len(items) if outcomes is None else outcomes
 
-    def _finish(self) -> None:
-        job, piece = self._running.popleft()
-        job.future.result()
-        outcomes = piece.outcomes_or_doubt()
-        if outcomes is None:
-            return
-        for position, outcome in zip(piece.positions, outcomes, strict=True):
-            self._outcomes[position] = outcome
-        if self._is_get:
-            self._scatter(piece)
-        self._staging.give_back(piece.slot)
-
-    def _gather(self, piece: _Piece) -> None:
-        target = _address_of(self._staging.buffer) + piece.slot
-        for position in piece.positions:
-            for address, size_bytes in self._items[position].extents:
-                ctypes.memmove(target, address, size_bytes)
-                target += size_bytes
-
-    def _scatter(self, piece: _Piece) -> None:
-        source = _address_of(self._staging.buffer) + piece.slot
-        for position in piece.positions:
-            for address, size_bytes in self._items[position].extents:
-                if self._outcomes[position] is Outcome.OK:
-                    ctypes.memmove(address, source, size_bytes)
-                source += size_bytes
-
-
-def _address_of(buffer: memoryview) -> int:
-    return ctypes.addressof(ctypes.c_char.from_buffer(buffer))
+    def _move_staged(self, items: Sequence[PageItem], ends_at_s: float, *, is_get: bool) -> list[Outcome]:
+        objects = [StagedObject(self._object_key(item.key), item.extents, item.size_bytes) for item in items]
+        move = StagedMove(self.l3, self._staging, self._workers, objects, ends_at_s=ends_at_s)
+        return move.get() if is_get else move.put()
