@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from hicache.connectors.host_pages import Pool
+from hicache.connectors.host_pages_holds import holds_of
 from hicache.errors import ConfigError
 from hicache.keys import FieldValue
 
@@ -266,7 +267,8 @@ def _tensor_shapes(host_pool: Any) -> Iterator[str]:
 
 
 def _memory(host_pool: Any) -> Iterator[Pool]:
-    """The tensors of the pool, each with the memfd that SGLang's shm allocator took for it."""
+    """The tensors of the pool, each with the memfd that the shm allocator took for it, which hicached can share."""
+    holds = holds_of(host_pool)
     buffers = getattr(host_pool, "kv_buffer", None)
     if buffers is None:
         buffers = host_pool.index_k_with_scale_buffer
@@ -274,4 +276,4 @@ def _memory(host_pool: Any) -> Iterator[Pool]:
     descriptors = list(getattr(getattr(host_pool, "allocator", None), "fds", []))
     for position, tensor in enumerate(tensors):
         fd = descriptors[position] if len(descriptors) == len(tensors) else None
-        yield Pool(tensor.data_ptr(), tensor.nbytes, fd)
+        yield Pool(tensor.data_ptr(), tensor.nbytes, fd, holds)

@@ -298,6 +298,13 @@ class Engine:
             state = self.cache.tree_core.get_component_device_value(matched.best_match_node, ComponentType.MAMBA)
         return self._bytes(self.cache.path_device_indices(matched.last_device_node), state)
 
+    def shares_host_memory(self) -> bool:
+        """Whether hicached touches the host pages itself."""
+        layouts = [pool.layout for pool in self.storage._pools.values()]
+        addresses = [run.address for layout in layouts for part in layout.parts for run in part.runs]
+        assert self.storage._pages is not None
+        return all(self.storage._pages.shares(address) for address in addresses)
+
     def host_locks(self) -> int:
         """Backups and prefetches that still hold something."""
         return len(self.cache.ongoing_write_through) + len(self.cache.ongoing_backup) + len(self.cache.ongoing_prefetch)

@@ -135,11 +135,13 @@ def test_a_shorter_prompt_and_a_longer_one_find_what_they_share(
 
 
 @pytest.mark.parametrize("model", ["mha", "gdn"])
-def test_host_memory_of_the_shm_allocator(hicached: HicachedProcess, start: Start, revision: str, model: str) -> None:
+def test_host_memory_of_the_shm_allocator_is_shared_with_hicached(
+    hicached: HicachedProcess, start: Start, revision: str, model: str
+) -> None:
     config = extra_config(hicached.address, token=token_of(0), model_revision=revision, allocator="shm")
     first = start(MODELS[model](), config)
     first.connect()
-    assert first.cache.host_pool_group.anchor_entry.host_pool.fd is not None
+    assert first.shares_host_memory()
     computed = first.compute(tokens(16))
     first.settle()
     second = start(MODELS[model](), config)
