@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from hicache.connectors.host_pages import Pool
+from hicache.connectors.host_pages_holds import holds_of
 from hicache.errors import ConfigError
 from hicache.keys import FieldValue
 
@@ -274,4 +275,4 @@ def _memory(host_pool: Any) -> Iterator[Pool]:
     descriptors = list(getattr(getattr(host_pool, "allocator", None), "fds", []))
     for position, tensor in enumerate(tensors):
         fd = descriptors[position] if len(descriptors) == len(tensors) else None
-        yield Pool(tensor.data_ptr(), tensor.nbytes, fd)
+        yield Pool(tensor.data_ptr(), tensor.nbytes, fd, holds_of(host_pool))
