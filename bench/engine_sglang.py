@@ -160,7 +160,6 @@ class Engine:
             end_layer=cell.layers,
             allocator_type="shm" if store == "hicache shm" else "default",
         )
-        self.host.kv_buffer.view(torch.uint8).random_()
         allocator = PagedTokenToKVPoolAllocator(self._tokens, PAGE_TOKENS, DTYPE, "cpu", device, need_sort=False)
         self._controller = HiCacheController(
             allocator,
@@ -190,6 +189,7 @@ class Engine:
         self._controller.write_storage(indices, prompt, hash_value=hashes, prefix_keys=[])
         operation = _take(self._controller.ack_backup_queue)
         seconds = time.perf_counter() - start_s
+        self._last_indices = indices
         self.host.free(indices)
         self._demand(operation.completed_tokens, "stored")
         return seconds
@@ -202,28 +202,29 @@ class Engine:
         self._demand(operation.storage_hit_count, "found")
         operation.host_indices = self.host.alloc(operation.storage_hit_count)
         self._controller.prefetch_buffer.put(operation)
+        completed = 0
         while not (acknowledgement := _take(self._controller.ack_prefetch_queue)).completed_req:
             completed = acknowledgement.completed_tokens
         seconds = time.perf_counter() - start_s
-        self.last_indices = operation.host_indices
+        self._last_indices = operation.host_indices
         self.host.free(operation.host_indices)
         self._demand(completed, "brought back")
         return seconds
 
     def check(self) -> None:
-        """One round trip, bit by bit. Raises BenchError."""
+        """One round trip, bit by bit, through a host pool that has been wiped meanwhile. Raises BenchError."""
         prompt = self.new_prompt()
-        indices = self.host.alloc(self._tokens)
-        starts = [int(index) for index in indices[::PAGE_TOKENS]]
-        pages = [self.host.get_data_page(start).clone() for start in starts]
-        self.host.free(indices)
-        while True:  # the host pool gives slots out in turn: the next ones that are these are stored
-            again = self.host.alloc(self._tokens)
-            self.host.free(again)
-            if again[0] == indices[0] or True:
-                break
+        self.host.kv_buffer.view(torch.uint8).random_()
         self.backup(prompt)
-        del pages
+        stored = self._pages_at(self._last_indices)
+        self.host.kv_buffer.zero_()
+        self.prefetch(prompt)
+        brought = self._pages_at(self._last_indices)
+        if not all(torch.equal(one, other) for one, other in zip(stored, brought, strict=True)):
+            raise BenchError(f"{self.store}: other bytes came back than were stored")
+
+    def _pages_at(self, indices: torch.Tensor) -> list[torch.Tensor]:
+        return [self.host.get_data_page(int(start)).clone().view(torch.uint8) for start in indices[::PAGE_TOKENS]]
 
     def close(self) -> None:
         """Detach the store."""

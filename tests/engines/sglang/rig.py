@@ -16,6 +16,7 @@ from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
 from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import (
     HybridLinearKVPool,
     HybridReqToTokenPool,
@@ -23,7 +24,6 @@ from sglang.srt.mem_cache.memory_pool import (
     MLATokenToKVPool,
     ReqToTokenPool,
 )
-from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolTransfer
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
@@ -82,6 +82,7 @@ def server(
         "hicache_write_policy": write_policy,
         "page_size": PAGE_TOKENS,
         "served_model_name": "org/model",
+        "tp_size": tp_size,
         "_mamba_cache_chunk_size": 64,
         **arguments,
     }
@@ -138,10 +139,10 @@ def mla(*, size: int = DEVICE_TOKENS) -> Device:
     return Device((ComponentType.FULL,), _paged(pool, size), _requests(), list(pool.kv_buffer))
 
 
-def gdn(*, tp_size: int = 1) -> Device:
+def gdn() -> Device:
     """One attention layer between three of a recurrent state, with the rings of ReplaySSM on."""
     shape = Mamba2StateShape.create(
-        tp_world_size=tp_size,
+        tp_world_size=1,
         intermediate_size=64,
         n_groups=2,
         num_heads=4,
