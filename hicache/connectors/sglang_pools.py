@@ -271,7 +271,7 @@ def _memory(host_pool: Any) -> Iterator[Pool]:
     holds = holds_of(host_pool)
     buffers = getattr(host_pool, "kv_buffer", None)
     if buffers is None:
-        buffers = host_pool.index_k_with_scale_buffer
+        buffers = host_pool.get_hybrid_pool_buffer()
     tensors = list(buffers) if isinstance(buffers, list | tuple) else [buffers]
     descriptors = list(getattr(getattr(host_pool, "allocator", None), "fds", []))
     for position, tensor in enumerate(tensors):
