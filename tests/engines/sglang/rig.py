@@ -265,6 +265,12 @@ class Engine:
         self.cache.insert(InsertParams(key=RadixKey(prompt, cache_salt=salt), value=indices, mamba_value=state))
         return computed
 
+    def extend(self, prompt: array[int], longer: array[int]) -> None:
+        """As a request that goes on from a prompt that the tree has."""
+        kept = self.cache.path_device_indices(self.match(prompt).last_device_node)
+        indices = torch.cat([kept, self._allocate(len(longer) - len(prompt))])
+        self.cache.insert(InsertParams(key=RadixKey(longer), value=indices, mamba_value=self._spare_state()))
+
     def _allocate(self, token_count: int) -> torch.Tensor:
         allocator = self.device.allocator
         if not self.device.window:

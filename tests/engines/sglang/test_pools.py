@@ -93,10 +93,11 @@ def mha_pool(layout: str, *, v_head_dim: int = 16) -> Any:
 
 
 def dsa_pools(layout: str) -> dict[str, Any]:
+    """Its kernels want pages of 64 tokens."""
     with server(extra_config("unix:///nowhere.sock")):
         device = DSATokenToKVPool(
-            size=16 * P,
-            page_size=P,
+            size=16 * 64,
+            page_size=64,
             kv_lora_rank=32,
             dtype=torch.bfloat16,
             qk_rope_head_dim=8,
@@ -106,15 +107,15 @@ def dsa_pools(layout: str) -> dict[str, Any]:
             enable_memory_saver=False,
             kv_cache_dim=40,
         )
-    info = next(each for each in device.get_device_pool_infos() if str(each.name) == "kv").buffer_info
+    info = device.get_device_pool_infos()[0].buffer_info
     anchor = MLATokenToKVPoolHost(
         info,
         2.0,
         0,
-        P,
+        64,
         layout,
         pin_memory=False,
-        device_capacity_tokens=16 * P,
+        device_capacity_tokens=16 * 64,
         start_layer=0,
         end_layer=3,
         target_layer_num=3,
