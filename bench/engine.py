@@ -10,6 +10,7 @@ import os
 import sys
 import tempfile
 import time
+import warnings
 from pathlib import Path
 
 import click
@@ -29,12 +30,13 @@ REQUIREMENTS = "tests/engines/requirements-sglang.txt"
 @click.option("--layout", "wanted", multiple=True, metavar="NAME", help="Only this host layout; may be repeated.")
 @click.option("--folder", metavar="DIR", help="Where stores are made; a temporary folder otherwise.")
 def main(engine: str, json_path: str | None, quick: bool, wanted: tuple[str, ...], folder: str | None) -> None:
-    """Measure backup (L2 to L3) and prefetch (L3 to L2) of an engine as released, with hicached and with its own files."""
+    """Measure backup (L2 to L3) and prefetch (L3 to L2) of an engine as released, on hicached and on its own files."""
     if importlib.util.find_spec(engine) is None:
         raise click.ClickException(
             f"{engine} is not in this environment: make engines builds one that has it (.engines/{engine}), or "
             f"pip install -r {REQUIREMENTS}"
         )
+    _prepare()
     from bench.engine_sglang import LAYOUTS, full_plan, quick_plan, run  # imports the engine
 
     unknown = [name for name in wanted if name not in LAYOUTS]
@@ -53,6 +55,15 @@ def main(engine: str, json_path: str | None, quick: bool, wanted: tuple[str, ...
     machine = machine_facts(load_before) | {"wall_s": round(time.monotonic() - start_s, 1)}
     console.print(", ".join(f"{name} {value}" for name, value in machine.items()))
     write_json({**rows_to_document(rows), "machine": machine}, json_path)
+
+
+def _prepare() -> None:
+    """SGLang imports torchvision, which is not needed here and does not come for each torch."""
+    warnings.simplefilter("ignore")  # what the engine and its libraries say when they are imported
+    if importlib.util.find_spec("torchvision") is None:
+        from tests.engines.sglang import stubs
+
+        stubs.install()
 
 
 if __name__ == "__main__":

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import queue
 import shutil
 import threading
 import time
-import warnings
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-warnings.simplefilter("ignore")  # what SGLang and its libraries say when they are imported
-if importlib.util.find_spec("torchvision") is None:
-    from tests.engines.sglang import stubs
-
-    stubs.install()
 
 import torch
 from sglang.srt.managers.cache_controller import HiCacheController
