@@ -76,7 +76,7 @@ def print_engine_rows(rows: Sequence[EngineRow], console: Console) -> None:
             table.add_column(column, justify="right")
     cells: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
-        place = (row.layout, f"{row.page_bytes >> 20} MiB", str(row.pages), row.store)
+        place: tuple[str, ...] = (row.layout, f"{row.page_bytes >> 20} MiB", str(row.pages), row.store)
         cells.setdefault(place, []).extend(
             (f"{row.gbps:.2f} ({row.gbps_min:.1f} to {row.gbps_max:.1f})", str(row.of_memcpy), str(row.of_own_store))
         )

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import itertools
 import queue
 import shutil
 import threading
 import time
-import warnings
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-
-warnings.simplefilter("ignore")  # what SGLang and its libraries say when they are imported
-if importlib.util.find_spec("torchvision") is None:
-    from tests.engines.sglang import stubs
-
-    stubs.install()
 
 import torch
 from sglang.srt.managers.cache_controller import HiCacheController
@@ -40,7 +32,9 @@ from hicache.connectors import sglang_plugin
 PAGE_TOKENS = 64
 HEAD_DIM = 128
 DTYPE = torch.bfloat16
-STORES = (OWN_STORE, "hicache shm", "hicache staging")
+LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")  # that SGLang has for MHA
+SHARED = "hicache shm"
+STORES = (OWN_STORE, SHARED, "hicache staging")
 WAIT_S = 60.0
 MEMCPY_BYTES = 512 << 20
 CAPACITY_BYTES_MIN = 1 << 30
@@ -64,9 +58,8 @@ class Cell:
         return f"{self.layout}, {self.pages} pages of {self.page_bytes >> 20} MiB"
 
 
-def full_plan() -> list[Cell]:
-    """Both page sizes in each layout that SGLang has for MHA."""
-    layouts = ("layer_first", "page_first", "page_first_direct", "page_head")
+def full_plan(layouts: Sequence[str]) -> list[Cell]:
+    """Both page sizes in each of ``layouts``."""
     return [
         cell
         for layout in layouts
@@ -158,7 +151,7 @@ class Engine:
             device_capacity_tokens=self._tokens,
             start_layer=0,
             end_layer=cell.layers,
-            allocator_type="shm" if store == "hicache shm" else "default",
+            allocator_type="shm" if store == SHARED else "default",
         )
         allocator = PagedTokenToKVPoolAllocator(self._tokens, PAGE_TOKENS, DTYPE, "cpu", device, need_sort=False)
         self._controller = HiCacheController(
@@ -232,11 +225,12 @@ class Engine:
 
     def _connect(self) -> None:
         storage = self._controller.storage_backend
-        storage.on_host_pools_registered()
+        if storage._pages is None:
+            storage.on_host_pools_registered()
         if not storage._pages.wait_ready(timeout_s=WAIT_S):
             raise BenchError(f"{self.store}: hicached did not take this engine: {storage._pages.l3.status()}")
         is_shared = storage._pages.shares(self.host.kv_buffer.data_ptr())
-        if is_shared != (self.store == "hicache shm"):
+        if is_shared != (self.store == SHARED):
             raise BenchError(f"{self.store}: hicached {'shares' if is_shared else 'does not share'} the host pool")
 
     def _demand(self, tokens: int, done: str) -> None:

@@ -11,7 +11,7 @@ from hashlib import blake2b
 
 from hicache.client import ClientSettings, DaemonL3, WatchKind
 from hicache.connectors.host_pages_shared import Pool, SharedMove, SharedPool, share
-from hicache.connectors.host_pages_staging import StagedMove, StagedObject, Staging
+from hicache.connectors.host_pages_staging import SLOT_BYTES_MIN, SLOT_COUNT, StagedMove, StagedObject, Staging
 from hicache.keys import FieldValue
 from hicache.l3 import L3Item
 from hicache.outcome import Outcome
@@ -20,8 +20,6 @@ from hicache.workers import Workers
 
 __all__ = ["HostPages", "PageItem", "PagesSpec", "Pool"]
 
-SLOT_BYTES_MIN = 8 << 20
-SLOTS = 6
 CLEAR_BATCH_KEYS = 4096
 CLEAR_S = 30.0
 PREFIX_BYTES = 16  # of the namespace, in each object key
@@ -118,7 +116,7 @@ class HostPages:
             deployment=deployment,
             settings=settings,
         )
-        self._staging = Staging(slot_bytes=max(SLOT_BYTES_MIN, spec.object_bytes_max), slot_count=SLOTS)
+        self._staging = Staging(slot_bytes=max(SLOT_BYTES_MIN, spec.object_bytes_max), slot_count=SLOT_COUNT)
         self._links: list[_PoolLink] = []
         try:
             self.l3 = self._connect(memory=self._staging)
@@ -127,7 +125,7 @@ class HostPages:
         except BaseException:
             self._staging.close()
             raise
-        self._workers = Workers("hicache-pages", threads=SLOTS, queue_max=4 * SLOTS)
+        self._workers = Workers("hicache-pages", threads=SLOT_COUNT, queue_max=SLOT_COUNT)
 
     def add_pool(self, pool: Pool) -> None:
         """Items may lie in ``pool`` from now on."""
@@ -147,6 +145,11 @@ class HostPages:
         """Whether hicached touches the page at ``address`` itself, as things are."""
         link = self._link_of(address, 1)
         return link is not None and link.l3 is not None and link.l3.shares_memory
+
+    @property
+    def slots_in_doubt(self) -> int:
+        """Slots of staging whose calls have ended, and that hicached may still touch."""
+        return self._staging.slots_in_doubt
 
     def contains(self, keys: Sequence[bytes], *, deadline_s: float | None = None) -> list[bool]:
         """Whether each object is there now. False, too, where L3 cannot say."""

@@ -18,6 +18,8 @@ from hicache.l3 import L3Item
 from hicache.outcome import Outcome
 from hicache.workers import Job, QueueFull, Workers
 
+SLOT_BYTES_MIN = 8 << 20  # smaller ones cost too many requests (measured)
+SLOT_COUNT = 6  # three calls of MOVES_MAX pieces each
 MOVES_MAX = 2  # pieces of one call at a time: one is copied while hicached has the other
 
 
