@@ -123,6 +123,36 @@ def test_without_a_fault_the_same_prefetch_finds_all(daemon: SmallDaemon, start:
 
 
 @pytest.mark.parametrize("model", [mha, gdn])
+def test_host_pages_that_the_store_may_still_write_are_given_to_nobody_until_it_lets_go(
+    daemon: SmallDaemon, start: Start, model: Callable[[], Device]
+) -> None:
+    config = extra_config(daemon.address, deadline_s=DEADLINE_S, allocator="shm")
+    first = start(model(), config)
+    first.connect()
+    first.compute(tokens(8))
+    first.settle()
+    second = start(model(), config)
+    second.connect()
+    assert second.shares_host_memory()
+    slots = second.host_slots()
+    release = hang_in_gets(daemon)
+    try:
+        assert second.prefetch(tokens(8)) == 0
+        second.idle()
+        free, size = second.host_slots()["kv"]
+        assert free == size - 8 * PAGE_TOKENS
+        second.cache.reset()  # gives out everything but them
+        assert second.host_slots()["kv"] == (free, size)
+        computed = second.compute(tokens(8, seed=1))
+        second.settle()
+    finally:
+        release.set()
+    assert_equal(second.on_device(tokens(8, seed=1)), computed)
+    second.cache.reset()
+    wait_until(lambda: second.host_slots() == slots, what="the end of the holds")
+
+
+@pytest.mark.parametrize("model", [mha, gdn])
 def test_a_store_that_hangs_while_it_is_written_to_is_given_up_at_the_deadline(
     daemon: SmallDaemon, start: Start, model: Callable[[], Device]
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -132,6 +133,23 @@ def test_a_shorter_prompt_and_a_longer_one_find_what_they_share(
     shorter = tokens(16)[: 10 * PAGE_TOKENS]
     # A state is at the end of what was computed, and nowhere before it.
     assert third.prefetch(shorter) == (0 if model == "gdn" else 10 * PAGE_TOKENS)
+
+
+def test_hicached_on_another_node(tmp_path: Path, start: Start, revision: str) -> None:
+    process = HicachedProcess(tmp_path, tcp=True, has_tenants=True)
+    process.start()
+    try:
+        config = extra_config(process.tcp_address, token=token_of(0), model_revision=revision)
+        first = start(gdn(), config)
+        first.connect()
+        computed = first.compute(tokens(16))
+        first.settle()
+        second = start(gdn(), config)
+        second.connect()
+        assert second.prefetch(tokens(16)) == 16 * PAGE_TOKENS
+        assert_equal(second.load(tokens(16)), computed)
+    finally:
+        process.end()
 
 
 @pytest.mark.parametrize("model", ["mha", "gdn"])
