@@ -18,7 +18,7 @@ from hicache.client.fault import NEVER_SENT, OUT_OF_TIME, Fault, FaultKind, call
 from hicache.client.leases import release_after, renew_for
 from hicache.client.memory_link import LinkState
 from hicache.client.probe import probe_daemon
-from hicache.client.session import Identity, Session, is_session_lost
+from hicache.client.session import Identity, ObjectsSpec, Session, is_session_lost
 from hicache.client.settings import ClientSettings
 from hicache.client.status import Counters, L3Status, ProbeReport
 from hicache.client.stream import through_stream
@@ -29,7 +29,6 @@ from hicache.l3 import Done, L3Item
 from hicache.notices import Notices
 from hicache.outcome import Outcome
 from hicache.shared_memory import SharedMemory
-from hicache.spec import CacheSpec
 from hicache.wire import hicached_pb2 as wire
 from hicache.wire.protocol import RefusalCode, pack_keys
 
@@ -57,7 +56,7 @@ class DaemonL3:
         self,
         address: str,
         *,
-        spec: CacheSpec,
+        spec: ObjectsSpec,
         memory: SharedMemory | None,
         token: str = "",
         client_name: str = "",
@@ -118,6 +117,10 @@ class DaemonL3:
         """End pins, whoever asked for them; ABSENT for what is not pinned."""
         return self._by_parts("unpin", keys, partial(self._pin, 0), timeout_s=timeout_s)
 
+    def delete(self, keys: Sequence[bytes], *, timeout_s: float) -> list[Outcome]:
+        """Remove objects of this tenant: OK; ABSENT for what is not there."""
+        return self._by_parts("delete", keys, self._delete, timeout_s=timeout_s)
+
     def watch(self) -> Watch:
         """An iterator over what is stored and removed of this tenant, beginning with what is there."""
         return Watch(self._supervisor, is_over=lambda: self._is_closed or os.getpid() != self._pid)
@@ -148,6 +151,13 @@ class DaemonL3:
         """
         patience_s = self._settings.connect_timeout_s if timeout_s is None else timeout_s
         return self._supervisor.wait_first_answer(timeout_s=patience_s)
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether hicached moves bytes of the memory itself, as things are. Otherwise it is never in doubt."""
+        session = self._supervisor.session
+        link = session.link if session is not None and self._bounce is None else None
+        return link is not None and link.state is LinkState.OPEN
 
     def status(self) -> L3Status:
         """The client as it is now."""
@@ -234,6 +244,12 @@ class DaemonL3:
         packed, key_bytes = pack_keys(keys)
         request = wire.PinRequest(session_secret=session.secret, keys=packed, key_bytes=key_bytes, pin_ms=pin_ms)
         reply = call(session.stub.Pin, request, timeout_s=timeout_s)
+        return reply if isinstance(reply, Fault) else decode_outcomes(reply.outcomes, count=len(keys))
+
+    def _delete(self, session: Session, keys: Sequence[bytes], timeout_s: float) -> list[Outcome] | Fault:
+        packed, key_bytes = pack_keys(keys)
+        request = wire.KeysRequest(session_secret=session.secret, keys=packed, key_bytes=key_bytes)
+        reply = call(session.stub.Delete, request, timeout_s=timeout_s)
         return reply if isinstance(reply, Fault) else decode_outcomes(reply.outcomes, count=len(keys))
 
     def _transfer(self, direction: Direction, items: Sequence[L3Item], *, timeout_s: float, done: Done) -> None:

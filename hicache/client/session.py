@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import grpc
 import msgspec
@@ -17,9 +18,8 @@ from hicache.client.address import DaemonAddress
 from hicache.client.bulk_link import BulkClosed, BulkLinks, BulkRefused
 from hicache.client.fault import NEVER_SENT, Fault, FaultKind, call, fault_of, refusal_fault
 from hicache.client.memory_link import MemoryLink
-from hicache.keys import digest_fields
+from hicache.keys import FieldValue, digest_fields
 from hicache.lease_book import LeaseBook
-from hicache.spec import CacheSpec
 from hicache.wire import hicached_pb2 as wire
 from hicache.wire.hicached_pb2_grpc import HiCachedStub
 from hicache.wire.protocol import (
@@ -33,6 +33,25 @@ from hicache.wire.protocol import (
 READER_JOIN_S = 2.0  # a cancelled stream ends at once; longer means that gRPC itself hangs, and nobody waits for that
 
 
+class ObjectsSpec(Protocol):
+    """What a session asks of a cache description: a ``CacheSpec`` is one."""
+
+    @property
+    def namespace(self) -> bytes:
+        """The 32-byte digest of ``descriptor``."""
+        ...
+
+    @property
+    def descriptor(self) -> dict[str, FieldValue]:
+        """What two clients must have equal to share bytes, by name."""
+        ...
+
+    @property
+    def object_bytes_max(self) -> int:
+        """Payload bytes of the largest object."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
 class Identity:
     """Who the client says it is, and what it needs from a session."""
@@ -43,7 +62,7 @@ class Identity:
     @classmethod
     def of(
         cls,
-        spec: CacheSpec,
+        spec: ObjectsSpec,
         *,
         token: str,
         client_name: str = "",

@@ -1,0 +1,180 @@
+"""Everything that two SGLang engines must have equal to share pages: what bytes depend on, and which rank's they are.
+
+Imports no SGLang: it reads the attributes of its server arguments and of its storage config.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+from hicache.connectors.checkpoint import fingerprint_checkpoint
+from hicache.connectors.sglang_pools import Part, PoolLayout
+from hicache.connectors.sglang_settings import StorageSettings
+from hicache.errors import ConfigError
+from hicache.keys import FieldValue, digest_fields
+
+FORMAT_VERSION = 1
+VERSION_FLOOR = (0, 5, 22)
+
+_ARGUMENTS = (  # of the server: what changes cached numbers and is neither in the weights nor in a pool's geometry
+    "dtype",
+    "quantization",
+    "quantization_param_path",
+    "kv_cache_dtype",
+    "json_model_override_args",
+)
+_DRAFT_ARGUMENTS = (
+    "speculative_algorithm",
+    "speculative_draft_model_path",
+    "speculative_draft_model_revision",
+    "speculative_draft_model_quantization",
+    "speculative_draft_kv_cache_dtype",
+)
+_PROVENANCE = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})  # of config.json
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """Where an engine process stands in its replica. ``heads_lcm``: slices that heads are stored in, over all ranks."""
+
+    tp_rank: int
+    tp_size: int
+    pp_rank: int
+    pp_size: int
+    cp_rank: int
+    cp_size: int
+    heads_lcm: int | None
+
+    @classmethod
+    def of(cls, config: Any) -> Rank:
+        """From a ``HiCacheStorageConfig``; what a release does not have counts as one rank."""
+        return cls(
+            tp_rank=int(config.tp_rank),
+            tp_size=int(config.tp_size),
+            pp_rank=int(config.pp_rank),
+            pp_size=int(config.pp_size),
+            cp_rank=int(getattr(config, "attn_cp_rank", 0)),
+            cp_size=int(getattr(config, "attn_cp_size", 1)),
+            heads_lcm=getattr(config, "tp_lcm_size", None),
+        )
+
+    @property
+    def head_slices(self) -> int:
+        """In how many objects this rank stores the heads of a plane."""
+        return 1 if not self.heads_lcm else self.heads_lcm // self.tp_size
+
+
+@dataclass(frozen=True, slots=True)
+class EngineIdentity:
+    """One engine, the same on all of its ranks. ``fields`` are for all to read; ``draft`` is of its draft model."""
+
+    fields: tuple[tuple[str, FieldValue], ...]
+    draft: tuple[tuple[str, FieldValue], ...]
+    salt: str
+
+    @classmethod
+    def of(cls, arguments: Any, config: Any, settings: StorageSettings, *, version: str) -> EngineIdentity:
+        """From the server arguments and the ``HiCacheStorageConfig`` of a running engine.
+
+        Raises ConfigError where nothing tells which weights these are, and for a release that is too old.
+        """
+        check_version(version)
+        path = str(arguments.model_path)
+        folder = weights_folder(path, getattr(arguments, "revision", None), arguments)
+        fields: list[tuple[str, FieldValue]] = [
+            ("engine", "sglang"),
+            ("engine_version", settings.engine_version or version),
+            ("format_version", FORMAT_VERSION),
+            ("model", str(config.model_name)),
+            ("revision", settings.model_revision or _weights(folder, path)),
+            ("config", _config_digest(folder)),
+            ("pp_size", int(config.pp_size)),
+            ("cp_size", int(getattr(config, "attn_cp_size", 1))),
+        ]
+        fields += [(name, _text(getattr(arguments, name, None))) for name in _ARGUMENTS]
+        return cls(tuple(fields), tuple(_draft_fields(arguments, settings)), settings.salt)
+
+    def root(self, layout: PoolLayout, rank: Rank, part: Part) -> bytes:
+        """What the key of every object of this pool, rank and part begins with: 32 bytes."""
+        fields: list[tuple[str, FieldValue]] = [("pool", layout.name), ("salt", self.salt), *self.fields]
+        fields += sorted(layout.identity.items())
+        fields += [(name, getattr(rank, name)) for name in ("pp_rank", "pp_size", "cp_rank", "cp_size")]
+        fields += [("heads", _heads(layout, rank, part)), ("plane", part.plane), ("object_bytes", part.size_bytes)]
+        if has_draft_layers(layout):
+            fields += self.draft
+        return digest_fields(fields)
+
+
+def has_draft_layers(layout: PoolLayout) -> bool:
+    """Whether a draft model's cache is in these pages: in a pool of its own, or behind the layers of the target."""
+    target = layout.identity.get("target_layer_num")
+    return layout.name.startswith("draft") or (target is not None and target != layout.identity.get("layer_num"))
+
+
+def check_version(version: str) -> None:
+    """Raises ConfigError for a release before the floor: its keys have no tenant salt."""
+    numbers = tuple(int(part) for part in version.partition("+")[0].split(".")[:3] if part.isdecimal())
+    if len(numbers) == 3 and numbers < VERSION_FLOOR:
+        floor = ".".join(map(str, VERSION_FLOOR))
+        raise ConfigError("sglang", version, f"{floor} or later")
+
+
+def weights_folder(path: str, revision: str | None, arguments: Any) -> Path | None:
+    """Where weights lie: the folder itself, or its snapshot in the Hugging Face cache; None for neither."""
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+    except ImportError:
+        return None
+    try:
+        cache = getattr(arguments, "download_dir", None)
+        return Path(snapshot_download(path, revision=revision, cache_dir=cache, local_files_only=True))
+    except (LocalEntryNotFoundError, HFValidationError, OSError):
+        return None
+
+
+def _weights(folder: Path | None, model: str) -> str:
+    if folder is None:
+        expected = (
+            f"a name of the weights of {model}, since no files of them are here: the same on all engines that share"
+        )
+        raise ConfigError("model_revision", "", expected)
+    return f"weights {fingerprint_checkpoint(folder)}"
+
+
+def _draft_fields(arguments: Any, settings: StorageSettings) -> Iterator[tuple[str, FieldValue]]:
+    for name in _DRAFT_ARGUMENTS:
+        yield name, _text(getattr(arguments, name, None))
+    path = getattr(arguments, "speculative_draft_model_path", None)
+    if path and not settings.model_revision:
+        revision = getattr(arguments, "speculative_draft_model_revision", None)
+        yield "draft_revision", _weights(weights_folder(str(path), revision, arguments), str(path))
+
+
+def _config_digest(folder: Path | None) -> str | None:
+    """What ``config.json`` says about the computation: rope, windows, norms."""
+    if folder is None or not (folder / "config.json").is_file():
+        return None
+    config = json.loads((folder / "config.json").read_text())
+    kept = {name: value for name, value in config.items() if name not in _PROVENANCE}
+    return blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def _heads(layout: PoolLayout, rank: Rank, part: Part) -> str:
+    """Whose heads these are. Engines with one ``tp_lcm_size`` share slices, whatever their TP size."""
+    if layout.is_replicated:
+        return "all"
+    if rank.heads_lcm and layout.identity.get("byte_order") == "heads":
+        return f"slice {rank.tp_rank * layout.head_slices + part.head_slice} of {rank.heads_lcm}"
+    return f"rank {rank.tp_rank} of {rank.tp_size}"
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
