@@ -84,7 +84,8 @@ class HostPages:
 
     Pages of a pool with a memfd and a holder move without a copy in between: hicached reads and writes them itself.
     A call about them that ends without an answer has its pages **held**, before it returns, until hicached has let go.
-    All other pages go through staging, and hicached never touches them. So when a call has returned, nobody touches
+    All other pages, and memory that is in no pool, go through staging: hicached never touches them, and nobody does
+    once the call has returned. So when it has, nobody touches
     a page that its engine may use for something else. A page that is not OK after ``get`` holds undefined bytes.
     """
 
@@ -232,7 +233,7 @@ class HostPages:
         for position, item in enumerate(items):
             links = [self._link_of(*extent) for extent in item.extents]
             size_bytes = item.size_bytes
-            if None in links or min((size for _, size in item.extents), default=0) < 1:
+            if min((size for _, size in item.extents), default=0) < 1:
                 continue
             if size_bytes > self._spec.object_bytes_max:
                 outcomes[position] = Outcome.TOO_LARGE

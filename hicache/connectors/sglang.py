@@ -6,6 +6,7 @@ SGLang keeps the tree, L2 and the policies of each rank; this is L3, and follows
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import chain, islice
@@ -22,7 +23,7 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_server_args
+from sglang.srt.runtime_context import get_model, get_spec
 from sglang.version import __version__ as sglang_version
 
 from hicache.client.address import parse_address
@@ -75,7 +76,7 @@ class HiCacheStorage(SGLangStorage):
         self.settings = StorageSettings.parse(storage_config.extra_config)
         self._config = storage_config
         self._rank = Rank.of(storage_config)
-        self._identity = EngineIdentity.of(get_server_args(), storage_config, self.settings, version=sglang_version)
+        self._identity = EngineIdentity.of(_Arguments(), storage_config, self.settings, version=sglang_version)
         parse_address(self.settings.l3)
         self.registered_pools: dict[str, Any] = {}
         self._pools: dict[str, _StoredPool] = {}
@@ -84,6 +85,7 @@ class HiCacheStorage(SGLangStorage):
         self._prefetched = TransferLog()
         self._backed_up = TransferLog()
         self._is_closed = False
+        self._lock = threading.Lock()
 
     # What SGLang registers, in its scheduler's thread
 
@@ -100,8 +102,11 @@ class HiCacheStorage(SGLangStorage):
         self._add_pool(host_pool, host_pool_name)
 
     def on_host_pools_registered(self) -> None:
-        """Begin to connect, in the background: an engine starts whether hicached is there or not."""
-        self._open()
+        """Begin to connect, in the background: an engine starts whether hicached is there or not.
+
+        SGLang before 0.5.23 does not call this: then the first use does it.
+        """
+        self._connected()
 
     # Lookups
 
@@ -204,7 +209,8 @@ class HiCacheStorage(SGLangStorage):
 
     def clear(self) -> bool:
         """Remove what engines of this namespace and tenant have stored, of all ranks; whether all of it is gone."""
-        is_gone = self._pages is not None and self._pages.clear(deadline_s=CLEAR_S_MAX)
+        pages = self._connected()
+        is_gone = pages is not None and pages.clear(deadline_s=CLEAR_S_MAX)
         if not is_gone:
             _log.warning("hicache: not everything was cleared within %g s; clear again", CLEAR_S_MAX)
         return is_gone
@@ -220,8 +226,9 @@ class HiCacheStorage(SGLangStorage):
 
     def close(self) -> None:
         """Disconnect and free everything. Idempotent; calls that come afterwards are misses."""
-        self._is_closed = True
-        pages, self._pages = self._pages, None
+        with self._lock:
+            self._is_closed = True
+            pages, self._pages = self._pages, None
         if pages is not None:
             pages.close()
 
@@ -230,21 +237,31 @@ class HiCacheStorage(SGLangStorage):
         self._pools[name] = _StoredPool(
             layout, [self._identity.root(layout, self._rank, part) for part in layout.parts]
         )
-        if self._pages is None:
-            return
-        for pool in layout.memory:  # a pool of a draft model that came after the others
-            self._pages.add_pool(pool)
-        if layout.object_bytes_max > self._object_bytes_max:
-            self._pages.close()
-            self._open()
+        with self._lock:
+            pages = self._pages
+            if pages is not None and layout.object_bytes_max > self._object_bytes_max:
+                self._pages = None  # of a draft model that came after the others: its objects need larger buffers
+            elif pages is not None:
+                for pool in layout.memory:
+                    pages.add_pool(pool)
+        if pages is not None and self._pages is None:
+            pages.close()
+            self._connected()
 
-    def _open(self) -> None:
+    def _connected(self) -> HostPages | None:
+        """What moves pages; None after the end, and where no pool has bytes."""
+        with self._lock:
+            if self._pages is None and not self._is_closed:
+                self._pages = self._open()
+            return self._pages
+
+    def _open(self) -> HostPages | None:
         layouts = [pool.layout for pool in self._pools.values()]
-        self._object_bytes_max = max(layout.object_bytes_max for layout in layouts)
-        if self._is_closed or not self._object_bytes_max:
-            return
+        self._object_bytes_max = max((layout.object_bytes_max for layout in layouts), default=0)
+        if not self._object_bytes_max:
+            return None
         memory = dict.fromkeys(pool for layout in layouts for pool in layout.memory)
-        self._pages = HostPages(
+        return HostPages(
             self.settings.l3,
             spec=PagesSpec(self._identity.fields, self._object_bytes_max),
             pools=list(memory),
@@ -272,7 +289,7 @@ class HiCacheStorage(SGLangStorage):
         return [pages + [False] * (len(keys) - len(pages)) for pages in found]
 
     def _contains(self, names: Sequence[bytes], timeout_s: float) -> list[bool]:
-        pages = self._pages
+        pages = self._connected()
         if pages is None or timeout_s <= 0:
             return [False] * len(names)
         return pages.contains(names, deadline_s=timeout_s)
@@ -299,7 +316,7 @@ class HiCacheStorage(SGLangStorage):
     def _move(
         self, pool: _StoredPool, keys: Sequence[str], extents: Sequence[Sequence[Extents]], *, is_get: bool
     ) -> list[bool]:
-        pages = self._pages
+        pages = self._connected()
         if pages is None:
             return [False] * len(keys)
         started_at_s = time.perf_counter()
@@ -332,6 +349,18 @@ class HiCacheStorage(SGLangStorage):
         except NotImplementedError as error:
             expected = f"1: the pages of {type(host_pool).__name__} have no flat form"
             raise ConfigError("interface_v1", 0, expected) from error
+
+
+class _Arguments:
+    """The arguments of this server as SGLang has resolved them, whichever of its groups they are in."""
+
+    def __getattr__(self, name: str) -> Any:
+        for group in (get_model(), get_spec()):
+            try:
+                return getattr(group, name)
+            except AttributeError:
+                continue
+        raise AttributeError(name)
 
 
 def _trailing_pages(transfer: PoolTransfer) -> int | None:

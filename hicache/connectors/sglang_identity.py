@@ -27,8 +27,6 @@ _ARGUMENTS = (  # of the server: what changes cached numbers and is neither in t
     "quantization_param_path",
     "kv_cache_dtype",
     "json_model_override_args",
-    "mamba_ssm_dtype",
-    "torchao_config",
 )
 _DRAFT_ARGUMENTS = (
     "speculative_algorithm",

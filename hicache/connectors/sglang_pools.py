@@ -267,12 +267,13 @@ def _tensor_shapes(host_pool: Any) -> Iterator[str]:
 
 
 def _memory(host_pool: Any) -> Iterator[Pool]:
-    """The tensors of the pool, each with the memfd that SGLang's shm allocator took for it."""
+    """The tensors of the pool, each with the memfd that the shm allocator took for it, which hicached can share."""
+    holds = holds_of(host_pool)
     buffers = getattr(host_pool, "kv_buffer", None)
     if buffers is None:
-        buffers = host_pool.index_k_with_scale_buffer
+        buffers = host_pool.get_hybrid_pool_buffer()
     tensors = list(buffers) if isinstance(buffers, list | tuple) else [buffers]
     descriptors = list(getattr(getattr(host_pool, "allocator", None), "fds", []))
     for position, tensor in enumerate(tensors):
         fd = descriptors[position] if len(descriptors) == len(tensors) else None
-        yield Pool(tensor.data_ptr(), tensor.nbytes, fd, holds_of(host_pool))
+        yield Pool(tensor.data_ptr(), tensor.nbytes, fd, holds)

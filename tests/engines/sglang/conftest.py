@@ -23,6 +23,13 @@ with warnings.catch_warnings():
 
     get_hash_str([1], None, 1)  # compiles the engine's hash function, once for a machine
 
+    from sglang.srt.plugins.hook_registry import HookRegistry
+
+    from hicache.connectors import sglang_plugin
+
+    sglang_plugin.register()  # as SGLang itself does where hicache is installed
+    HookRegistry.apply_hooks()
+
     from tests.engines.sglang.rig import Device, Engine, server
 
 Start: TypeAlias = Callable[..., Engine]

@@ -14,8 +14,9 @@ import torch
 from sglang.srt.configs.mamba_utils import Mamba2CacheParams, Mamba2StateDType, Mamba2StateShape
 from sglang.srt.mem_cache.allocator.paged import PagedTokenToKVPoolAllocator
 from sglang.srt.mem_cache.allocator.swa import SWATokenToKVPoolAllocator
-from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, InsertParams, MatchPrefixParams
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle, EvictParams, InsertParams, MatchPrefixParams
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.hicache_storage import PoolHitPolicy, PoolTransfer
 from sglang.srt.mem_cache.memory_pool import (
     HybridLinearKVPool,
     HybridReqToTokenPool,
@@ -27,6 +28,7 @@ from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.mem_cache.swa_memory_pool import SWAKVPool
 from sglang.srt.mem_cache.unified_cache.components import ComponentType
 from sglang.srt.mem_cache.unified_radix_cache import UnifiedRadixCache
+from sglang.srt.mem_cache.utils import get_storage_hash_str
 from sglang.srt.runtime_context import get_context, get_parallel
 
 from hicache.connectors.sglang import HiCacheStorage
@@ -80,6 +82,7 @@ def server(
         "hicache_write_policy": write_policy,
         "page_size": PAGE_TOKENS,
         "served_model_name": "org/model",
+        "tp_size": tp_size,
         "_mamba_cache_chunk_size": 64,
         **arguments,
     }
@@ -136,10 +139,10 @@ def mla(*, size: int = DEVICE_TOKENS) -> Device:
     return Device((ComponentType.FULL,), _paged(pool, size), _requests(), list(pool.kv_buffer))
 
 
-def gdn(*, tp_size: int = 1) -> Device:
+def gdn() -> Device:
     """One attention layer between three of a recurrent state, with the rings of ReplaySSM on."""
     shape = Mamba2StateShape.create(
-        tp_world_size=tp_size,
+        tp_world_size=1,
         intermediate_size=64,
         n_groups=2,
         num_heads=4,
@@ -262,6 +265,12 @@ class Engine:
         self.cache.insert(InsertParams(key=RadixKey(prompt, cache_salt=salt), value=indices, mamba_value=state))
         return computed
 
+    def extend(self, prompt: array[int], longer: array[int]) -> None:
+        """As a request that goes on from a prompt that the tree has."""
+        kept = self.cache.path_device_indices(self.match(prompt).last_device_node)
+        indices = torch.cat([kept, self._allocate(len(longer) - len(prompt))])
+        self.cache.insert(InsertParams(key=RadixKey(longer), value=indices, mamba_value=self._spare_state()))
+
     def _allocate(self, token_count: int) -> torch.Tensor:
         allocator = self.device.allocator
         if not self.device.window:
@@ -284,11 +293,77 @@ class Engine:
 
         wait_until(is_settled, what="backup")
 
-    def prefetch(self, prompt: array[int], *, salt: str | None = None, timeout_s: float = 20.0) -> int:
-        """Tokens that came from L3 for a new request, when the policy lets it go on."""
+    def hashes(self, prompt: array[int], *, salt: str | None = None) -> list[str]:
+        """SGLang's names of the pages."""
+        return list(get_storage_hash_str(RadixKey(prompt, cache_salt=salt), None, page_size=PAGE_TOKENS))
+
+    def on_device(self, prompt: array[int], *, salt: str | None = None) -> dict[str, torch.Tensor]:
+        """The bytes that the tree has of a prompt on the device."""
+        matched = self.match(prompt, salt=salt)
+        state = None
+        if self.device.states:
+            state = self.cache.tree_core.get_component_device_value(matched.best_match_node, ComponentType.MAMBA)
+        return self._bytes(self.cache.path_device_indices(matched.last_device_node), state)
+
+    def shares_host_memory(self) -> bool:
+        """Whether hicached touches the host pages itself."""
+        layouts = [pool.layout for pool in self.storage._pools.values()]
+        addresses = [run.address for layout in layouts for part in layout.parts for run in part.runs]
+        assert self.storage._pages is not None
+        return all(self.storage._pages.shares(address) for address in addresses)
+
+    def host_locks(self) -> int:
+        """Backups and prefetches that still hold something."""
+        return len(self.cache.ongoing_write_through) + len(self.cache.ongoing_backup) + len(self.cache.ongoing_prefetch)
+
+    def stored(self, prompt: array[int], *, salt: str | None = None) -> int:
+        """How many pages of the prompt L3 has at which this engine could go on."""
+        names = [entry.name for entry in self.cache.host_pool_group.entries if not entry.is_primary_index_anchor]
+        states = [PoolTransfer(name, keys=["..."], hit_policy=PoolHitPolicy.TRAILING_PAGES) for name in names]
+        return int(self.storage.batch_exists_v2(self.hashes(prompt, salt=salt), states).kv_hit_pages)
+
+    def idle(self) -> None:
+        """Steps until no prefetch is left, also of requests that have gone on without."""
+
+        def is_idle() -> bool:
+            self.step()
+            controller = self.cache.cache_controller
+            return not self.cache.ongoing_prefetch and controller.prefetch_tokens_occupied == 0
+
+        wait_until(is_idle, what="the end of prefetches")
+
+    def use_again(self, prompt: array[int]) -> None:
+        """As a second request that finds the prompt on the device does."""
+        matched = self.match(prompt)
+        indices = self.cache.path_device_indices(matched.last_device_node)
+        self.cache.insert(InsertParams(key=RadixKey(prompt), value=indices.clone(), mamba_value=self._spare_state()))
+
+    def _spare_state(self) -> torch.Tensor | None:
+        return self.device.requests.mamba_allocator.alloc(1) if self.device.states else None
+
+    def evict_from_the_device(self, token_count: int) -> None:
+        """As when other requests need the room."""
+        states = 1 if self.device.states else 0
+        self.cache.evict(EvictParams(num_tokens=token_count, mamba_num=states))
+
+    def evict_everything(self) -> None:
+        """Forget what L1 and L2 have."""
+        self.cache.reset()
+        self.device.allocator.clear()
+
+    def prefetch(
+        self, prompt: array[int], *, salt: str | None = None, timeout_s: float = 20.0, until_done: bool = False
+    ) -> int:
+        """Tokens that came from L3 for a new request, when the policy lets it go on.
+
+        ``until_done``: the scheduler comes to the request only when all has been fetched.
+        """
         handle = CacheRequestHandle(f"request-{next(self._numbers)}", 0)
         matched = self.match(prompt, salt=salt)
         self.cache.prefetch_from_storage(handle, matched.last_host_node, prompt, None, None, None, None, salt)
+
+        if until_done:
+            wait_until(lambda: self._is_fetched(handle), what="all of the prefetch")
 
         def may_go_on() -> bool:
             self.step()
@@ -296,6 +371,10 @@ class Engine:
 
         wait_until(may_go_on, timeout_s=timeout_s, what="prefetch")
         return int(self.cache.pop_prefetch_loaded_tokens(handle))
+
+    def _is_fetched(self, handle: CacheRequestHandle) -> bool:
+        self.step()
+        return handle not in self.cache.ongoing_prefetch
 
     def match(self, prompt: array[int], *, salt: str | None = None) -> Any:
         return self.cache.match_prefix(MatchPrefixParams(key=RadixKey(prompt, cache_salt=salt)))
@@ -305,11 +384,7 @@ class Engine:
         assert self.cache.load_back(self.match(prompt, salt=salt).best_match_node)
         self.cache.ready_to_load_host_cache()
         self.cache.loading_check()
-        matched = self.match(prompt, salt=salt)
-        state = None
-        if self.device.states:
-            state = self.cache.tree_core.get_component_device_value(matched.best_match_node, ComponentType.MAMBA)
-        return self._bytes(self.cache.path_device_indices(matched.last_device_node), state)
+        return self.on_device(prompt, salt=salt)
 
     def host_slots(self) -> dict[str, tuple[int, int]]:
         """Free and all slots of each host pool that has slots of its own."""

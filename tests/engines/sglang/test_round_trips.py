@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -134,12 +135,31 @@ def test_a_shorter_prompt_and_a_longer_one_find_what_they_share(
     assert third.prefetch(shorter) == (0 if model == "gdn" else 10 * PAGE_TOKENS)
 
 
+def test_hicached_on_another_node(tmp_path: Path, start: Start, revision: str) -> None:
+    process = HicachedProcess(tmp_path, tcp=True, has_tenants=True)
+    process.start()
+    try:
+        config = extra_config(process.tcp_address, token=token_of(0), model_revision=revision)
+        first = start(gdn(), config)
+        first.connect()
+        computed = first.compute(tokens(16))
+        first.settle()
+        second = start(gdn(), config)
+        second.connect()
+        assert second.prefetch(tokens(16)) == 16 * PAGE_TOKENS
+        assert_equal(second.load(tokens(16)), computed)
+    finally:
+        process.end()
+
+
 @pytest.mark.parametrize("model", ["mha", "gdn"])
-def test_host_memory_of_the_shm_allocator(hicached: HicachedProcess, start: Start, revision: str, model: str) -> None:
+def test_host_memory_of_the_shm_allocator_is_shared_with_hicached(
+    hicached: HicachedProcess, start: Start, revision: str, model: str
+) -> None:
     config = extra_config(hicached.address, token=token_of(0), model_revision=revision, allocator="shm")
     first = start(MODELS[model](), config)
     first.connect()
-    assert first.cache.host_pool_group.anchor_entry.host_pool.fd is not None
+    assert first.shares_host_memory()
     computed = first.compute(tokens(16))
     first.settle()
     second = start(MODELS[model](), config)
