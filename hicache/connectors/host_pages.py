@@ -84,8 +84,8 @@ class HostPages:
 
     Pages of a pool with a memfd and a holder move without a copy in between: hicached reads and writes them itself.
     A call about them that ends without an answer has its pages **held**, before it returns, until hicached has let go.
-    All other pages go through staging, and hicached never touches them; neither do tensors that are in no pool, which
-    their owner keeps until the call returns. So when a call has returned, nobody touches
+    All other pages, and memory that is in no pool, go through staging: hicached never touches them, and nobody does
+    once the call has returned. So when it has, nobody touches
     a page that its engine may use for something else. A page that is not OK after ``get`` holds undefined bytes.
     """
 
