@@ -27,7 +27,7 @@ def quantised_table(pool: PagedPool, pages: torch.Tensor) -> TileTable:
     first = pool[0] if isinstance(pool[0], torch.Tensor) else pool[0][0]
     if first.dtype not in _ELEMENTS or pages.dtype != torch.float8_e4m3fn:
         raise ValueError(f"layers of {first.dtype} and pages of {pages.dtype}: {[*_ELEMENTS]} become float8_e4m3fn")
-    return cut_elements(list(page_pieces(pool, pages, dtype=first.dtype)), pages)
+    return cut_elements(list(page_pieces(pool, pages, dtype=first.dtype)), pages, layers=len(pool))
 
 
 def quantise_tiles(
@@ -39,25 +39,43 @@ def quantise_tiles(
 
 
 def dequantise_tiles(
-    table: TileTable, pages: torch.Tensor, scales: torch.Tensor, *, sources: Slots, targets: Slots
+    table: TileTable,
+    pages: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    sources: Slots,
+    targets: Slots,
+    layers: slice | None = None,
 ) -> None:
-    """``quantised_reference.dequantise_pages``, enqueued on the current stream. Raises as ``scatter_tiles`` does."""
+    """``quantised_reference.dequantise_pages``, of ``layers`` or of all, enqueued on the current stream. Raises as
+    ``scatter_tiles`` does."""
     pairs = checked_slots(sources, targets, source_count=len(pages), target_count=table.slot_count)
-    _launch(_dequantise_kernel, table, pages, scales, pairs)
+    _launch(_dequantise_kernel, table, pages, scales, pairs, layers=layers)
 
 
-def _launch(kernel: Any, table: TileTable, pages: torch.Tensor, scales: torch.Tensor, pairs: np.ndarray) -> None:
-    """``kernel``: one of the two below, which Triton gives no type."""
-    piece_count = len(table.piece_starts) - 1
+def _launch(
+    kernel: Any,  # one of the two below, which Triton gives no type
+    table: TileTable,
+    pages: torch.Tensor,
+    scales: torch.Tensor,
+    pairs: np.ndarray,
+    *,
+    layers: slice | None = None,
+) -> None:
     if scales.dtype != torch.float32 or scales.shape != pages.shape[:3] or not scales[0].is_contiguous():
         raise ValueError(f"scales are {tuple(scales.shape)} {scales.dtype}, not {tuple(pages.shape[:3])} float32")
     if pairs.size == 0:
         return
+    piece_starts = table.piece_starts
+    if layers is not None:
+        piece_starts = piece_starts[layers.start * table.layer_pieces : layers.stop * table.layer_pieces + 1]
+        scales = scales[:, layers]
+    piece_count = len(piece_starts) - 1
     address, stride = block_place(table, pages, word_bytes=1)
     with on_device_of(table):
         kernel[(min(pairs.shape[1] * piece_count, BUS_PROGRAMS_MAX),)](
             table.tiles,
-            table.piece_starts,
+            piece_starts,
             slots_on(table, pairs),
             pairs.shape[1],
             piece_count,
