@@ -16,6 +16,7 @@ from tests.engine.test_executor_copies import (
     test_transient_fields_never_reach_l2,
     test_without_l2_only_copies_within_l1_are_done,
 )
+from tests.engine.test_layerwise import adopted_by_layer, layers_bring_what_a_whole_load_brings
 from tests.kernels.conftest import KernelRank
 
 __all__ = [
@@ -27,6 +28,13 @@ __all__ = [
     "test_transient_fields_never_reach_l2",
     "test_without_l2_only_copies_within_l1_are_done",
 ]
+
+
+@pytest.mark.parametrize("as_list", [False, True], ids=["one tensor", "by layer"])
+def test_layers_one_by_one_bring_what_a_whole_load_brings(rank: KernelRank, as_list: bool) -> None:
+    if as_list:
+        rank.l1 = adopted_by_layer(rank.l1)
+    layers_bring_what_a_whole_load_brings(rank, rank.setting)
 
 
 def test_br_050_a_line_at_start_names_the_kernels(rank: KernelRank) -> None:
