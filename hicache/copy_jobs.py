@@ -14,58 +14,64 @@ from hicache.rank_spec import RankSpec
 from hicache.slices import Span
 
 
-class CopyJobs:
-    """One call copies a whole group, or some of its layers, so when it fails no item of the group may be used. There is
-    nothing to do for a group that the rank lacks.
+class CopyRun:
+    """The copies of one job. One call copies a whole group, or some of its layers, so when it fails no item of the
+    group may be used. There is nothing to do for a group that the rank lacks.
     """
 
-    def __init__(self, rank: RankSpec, copies: Copies, *, fault: Callable[[CopyKind, Exception], None]) -> None:
+    def __init__(
+        self, job: CopyJob, rank: RankSpec, copies: Copies, *, fault: Callable[[CopyKind, Exception], None]
+    ) -> None:
         """``fault`` is told what went wrong; nothing raises for it."""
+        self._job = job
         self._rank = rank
         self._copies = copies
         self._fault = fault
+        self._by_group: dict[int, list[CopyItem]] = {}
+        for item in job.items:
+            self._by_group.setdefault(item.group, []).append(item)
+        self._failed: set[int] = set()
 
-    def run(self, job: CopyJob, outcomes: list[Outcome]) -> None:
-        """Run the copies group by group, and extend ``outcomes`` by one for each item."""
-        failed: set[int] = set()
-        for group, items in _by_group(job).items():
-            if self._has(job.kind, group, failed):
-                self._try(job.kind, group, items, failed)
-        outcomes.extend(_outcomes(job, failed))
+    def run(self) -> None:
+        """Run the copies group by group."""
+        for group in self._groups():
+            self._copy(group)
 
-    def by_layer(self, job: CopyJob, outcomes: list[Outcome]) -> list[LayerCopy]:
-        """The copies of a LOAD in the order of layers, of all groups together; the last one extends ``outcomes``."""
-        by_group = _by_group(job)
-        failed: set[int] = set()
-        counts = {group: len(items) for group, items in by_group.items() if self._has(job.kind, group, failed)}
-        copies = [
-            LayerCopy(run.layers, partial(self._load_layers, by_group, run.spans, failed))
-            for run in layer_runs(self._rank, counts)
-        ]
-        return [*copies, LayerCopy((), lambda: outcomes.extend(_outcomes(job, failed)))]
+    def by_layer(self) -> list[LayerCopy]:
+        """The copies of a LOAD in the order of layers, of all groups together, to be run."""
+        counts = {group: len(self._by_group[group]) for group in self._groups()}
+        return [LayerCopy(run.layers, partial(self._load_layers, run.spans)) for run in layer_runs(self._rank, counts)]
 
-    def _load_layers(self, by_group: dict[int, list[CopyItem]], spans: dict[int, Span], failed: set[int]) -> None:
+    @property
+    def outcomes(self) -> list[Outcome]:
+        """Of each item, after they have run."""
+        return [Outcome.IO_ERROR if item.group in self._failed else Outcome.OK for item in self._job.items]
+
+    def _load_layers(self, spans: dict[int, Span]) -> None:
         for group, (first, stop) in spans.items():
-            if group not in failed:
-                self._try(CopyKind.LOAD, group, by_group[group], failed, layers=slice(first, stop))
+            if group not in self._failed:
+                self._copy(group, layers=slice(first, stop))
 
-    def _has(self, kind: CopyKind, group: int, failed: set[int]) -> bool:
-        """Whether the rank has a group; one that does not exist has ``failed``."""
-        try:
-            return not self._rank.lacks(group)
-        except IndexError as error:
-            failed.add(group)
-            self._fault(kind, error)
-            return False
+    def _groups(self) -> list[int]:
+        """Those that the rank has; one that does not exist has failed."""
+        groups = []
+        for group in self._by_group:
+            try:
+                if not self._rank.lacks(group):
+                    groups.append(group)
+            except IndexError as error:
+                self._fail(group, error)
+        return groups
 
-    def _try(
-        self, kind: CopyKind, group: int, items: list[CopyItem], failed: set[int], *, layers: slice | None = None
-    ) -> None:
+    def _copy(self, group: int, *, layers: slice | None = None) -> None:
+        items = self._by_group[group]
         sources, targets = [item.source for item in items], [item.target for item in items]
         try:
-            match kind:
+            match self._job.kind:
                 case CopyKind.BACKUP:
                     self._copies.backup(group, sources, targets)
+                case CopyKind.LOAD if layers is None:
+                    self._copies.load(group, sources, targets)
                 case CopyKind.LOAD:
                     self._copies.load(group, sources, targets, layers=layers)
                 case CopyKind.SNAPSHOT:
@@ -79,16 +85,8 @@ class CopyJobs:
                 case CopyKind.ARRIVE:
                     raise AssertionError("an arrival copies nothing")
         except Exception as error:
-            failed.add(group)
-            self._fault(kind, error)
+            self._fail(group, error)
 
-
-def _by_group(job: CopyJob) -> dict[int, list[CopyItem]]:
-    by_group: dict[int, list[CopyItem]] = {}
-    for item in job.items:
-        by_group.setdefault(item.group, []).append(item)
-    return by_group
-
-
-def _outcomes(job: CopyJob, failed: set[int]) -> list[Outcome]:
-    return [Outcome.IO_ERROR if item.group in failed else Outcome.OK for item in job.items]
+    def _fail(self, group: int, error: Exception) -> None:
+        self._failed.add(group)
+        self._fault(self._job.kind, error)

@@ -13,7 +13,7 @@ Wait = Callable[[], None]
 
 
 class LayerCopy(NamedTuple):
-    """What brings some layers, by their ids, or the rest of them."""
+    """What brings some layers, by their ids."""
 
     layers: tuple[int, ...]
     copy: Callable[[], None]
@@ -155,6 +155,8 @@ class CudaOrder:
 
     def run_by_layer(self, copies: Sequence[LayerCopy]) -> Wait | None:
         """See CopyOrder."""
+        if not copies:
+            return None
         events = self._enqueue(self._load_stream, [self._computed()], copies)
         with self._lock:
             for each, event in zip(copies, events, strict=True):

@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import partial
 
 from hicache.copies import Copies, PoolCopies
-from hicache.copy_jobs import CopyJobs
+from hicache.copy_jobs import CopyRun
 from hicache.copy_order import CopyOrder, Wait, copy_order_for
 from hicache.errors import ConfigError, UsageError
 from hicache.jobs import Completion, CopyJob, CopyKind, FetchJob, Job, LookupJob
@@ -90,8 +90,7 @@ class Executor:
         """
         self._limits = limits or ExecutorLimits()
         self._rank = _common_rank(spec, l1, l2)
-        copier = PoolCopies(l1, l2, setting=copies) if isinstance(copies, str) else copies
-        self._copying = CopyJobs(self._rank, copier, fault=self._copy_fault)
+        self._copies = PoolCopies(l1, l2, setting=copies) if isinstance(copies, str) else copies
         self._order = order or copy_order_for(l1.device)
         self._layers = {layer for group in self._rank.groups if group is not None for layer in group.layers}
         self._l3 = l3
@@ -108,7 +107,7 @@ class Executor:
         self._transfers = None if l3 is None else self._transfers_of(l3, l2)
         self._lanes = self._make_lanes()
         via = "no L3" if l3 is None else f"L3 through {type(l3).__name__}"
-        self.description = f"copies: {copier.name} on {self._order.name}; {via}"
+        self.description = f"copies: {self._copies.name} on {self._order.name}; {via}"
         _LOG.info("%s; %s", "no L2" if l2 is None else l2.description, self.description)
 
     def submit(self, job: Job) -> None:
@@ -274,10 +273,13 @@ class Executor:
         elif job.kind is CopyKind.ARRIVE:
             self._after_loads(partial(pending.settle, range(len(job.items)), [Outcome.OK] * len(job.items)))
         elif pending.start():  # within L1: in the order of compute itself
-            outcomes: list[Outcome] = []
+            run = self._run_of(job)
             is_read = job.kind is CopyKind.SNAPSHOT  # all else touches slots that no load has been given
-            self._order.run_in_compute(lambda: self._copying.run(job, outcomes), after_loads=is_read)
-            pending.settle(range(len(outcomes)), outcomes)
+            self._order.run_in_compute(run.run, after_loads=is_read)
+            pending.settle(range(len(job.items)), run.outcomes)
+
+    def _run_of(self, job: CopyJob) -> CopyRun:
+        return CopyRun(job, self._rank, self._copies, fault=self._copy_fault)
 
     def _submit_backup(self, job: CopyJob, pending: PendingJob) -> None:
         try:
@@ -290,41 +292,39 @@ class Executor:
         def task() -> None:
             if not pending.start():
                 return
-            outcomes: list[Outcome] = []
+            run = self._run_of(job)
             try:
-                self._order.run_after(mark, lambda: self._copying.run(job, outcomes))
+                self._order.run_after(mark, run.run)
             except Exception as error:
                 self._copy_fault(job.kind, error)
                 pending.settle_rest(Outcome.IO_ERROR)
             else:
-                pending.settle(range(len(outcomes)), outcomes)
+                pending.settle(range(len(job.items)), run.outcomes)
 
         self._lanes["backup"].submit(task)
 
     def _load(self, job: CopyJob, pending: PendingJob) -> None:
         if not pending.start():
             return
-        outcomes: list[Outcome] = []
+        run = self._run_of(job)
         try:
-            if job.by_layer:
-                wait = self._order.run_by_layer(self._copying.by_layer(job, outcomes))
-            else:
-                wait = self._order.run_before_compute(lambda: self._copying.run(job, outcomes))
+            order = self._order
+            wait = order.run_by_layer(run.by_layer()) if job.by_layer else order.run_before_compute(run.run)
         except Exception as error:
             self._copy_fault(job.kind, error)
             pending.settle_rest(Outcome.IO_ERROR)
             return
         if wait is None or job.by_layer:
-            pending.settle(range(len(outcomes)), outcomes)
+            pending.settle(range(len(job.items)), run.outcomes)
         if wait is not None:
-            self._after_loads(self._arrival_task(job, pending, wait, outcomes))
+            self._after_loads(self._arrival_task(job, pending, wait, run))
 
     def _after_loads(self, task: Callable[[], object]) -> None:
         """Run ``task`` when all loads before have arrived, or failed to."""
         if not self._lanes["load"].submit(task):
             task()
 
-    def _arrival_task(self, job: CopyJob, pending: PendingJob, wait: Wait, outcomes: list[Outcome]) -> Task:
+    def _arrival_task(self, job: CopyJob, pending: PendingJob, wait: Wait, run: CopyRun) -> Task:
         """Complete a load when its bytes have arrived: its sources must stay until then."""
 
         def task() -> None:
@@ -334,7 +334,7 @@ class Executor:
                 self._copy_fault(job.kind, error)
                 pending.settle_rest(Outcome.IO_ERROR)
             else:
-                pending.settle(range(len(outcomes)), outcomes)
+                pending.settle(range(len(job.items)), run.outcomes)
 
         return task
 

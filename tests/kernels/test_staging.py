@@ -95,6 +95,28 @@ def test_a_slot_that_does_not_exist_is_refused_before_the_first_round(
     assert bool((pages == POISON).all())
 
 
+def test_br_057_copies_that_fail_leave_nothing_behind_in_the_staging(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows have no owners: what failed half-way is written over by the next one, which is right."""
+    pool = twin(noisy(LAYERS, PAGES, 2, 4, 2, 8, dtype=torch.uint8))
+    pages, expected = (pinned_twin(poisoned(SLOTS, LAYERS, 2, 4, 2, 8, dtype=torch.uint8)) for _ in range(2))
+    ring = staging(2 * pages[0].numel())
+    mover = STAGED.of_pages(pool, pages, ring)
+    held = ring.size_bytes
+    with monkeypatch.context() as broken:
+        broken.setattr("hicache.kernel_moves.direct.gather_states", raise_injected)
+        for _ in range(20):
+            with pytest.raises(RuntimeError, match="injected"):
+                mover.gather(pages, sources=[1, 2, 3], targets=[3, 2, 1])
+    mover.gather(pages, sources=[4, 5, 6], targets=[3, 2, 1])
+    reference.gather_pages(pool, expected, sources=[4, 5, 6], targets=[3, 2, 1])
+    assert_same_memory(pages, expected)
+    assert ring.size_bytes == held
+
+
+def raise_injected(*arguments: Any, **settings: Any) -> None:
+    raise RuntimeError("injected")
+
+
 def test_staging_is_taken_when_it_is_needed_and_is_bounded() -> None:
     spec = CacheSpec("m", "1", (PagedGroup("pages", (0, 1), 1, 64, "bfloat16"),), page_tokens=4)
     l1, l2 = L1Pool(spec, pages=2, device=DEVICE), L2Pool(spec, (2,), device=DEVICE)

@@ -83,7 +83,7 @@ def test_a_copy_that_goes_wrong_is_no_figure(monkeypatch: pytest.MonkeyPatch) ->
     with Transfers(PAGES, 3, "reference", device=DEVICE, cuda=CUDA) as transfers:
         compute = Matmuls(DEVICE, 16, CUDA)
         assert compute.count_for(0.0) == 1
-        monkeypatch.setattr(transfers.executor._copying._copies, "load", None)
+        monkeypatch.setattr(transfers.executor._copies, "load", None)
         with pytest.raises(RuntimeError, match=r"reference: .*copy\.load"):
             transfers.settle(transfers.load())
 
