@@ -13,7 +13,7 @@ from hicache.kernels.direct import mean_run_bytes
 from hicache.kernels.legs import Layered, PagedPool, Slots, page_legs, state_legs
 from hicache.kernels.quantised_reference import dequantise_pages, quantise_pages
 from hicache.kernels.reference import clear_states, copy_states
-from hicache.moves import KERNEL, REFERENCE, STAGED, Mover, Moves, checked_copies, choose_moves
+from hicache.moves import KERNEL, REFERENCE, STAGED, Mover, Moves, checked_copies, choose_moves, quantises_by_kernels
 from hicache.pools.l1 import L1Pool
 from hicache.pools.l2 import L2Pool
 from hicache.spec import PagedGroup, StateGroup
@@ -187,13 +187,13 @@ class PoolCopies:
         )
 
     def _quantised_movers(self, l2: L2Pool, group: int) -> list[QuantisedMover]:
+        """By kernels where they are asked for, or found to be right on CUDA."""
         parts = self._l1.page_parts(group)
-        if self._setting not in (KERNEL, STAGED) and not (self._setting == "auto" and self._l1.device.type == "cuda"):
+        is_kernel = self._setting in (KERNEL, STAGED)
+        if not is_kernel and not (self._setting == "auto" and quantises_by_kernels(self._l1.device)):
             return [_PlainQuantised(pool) for pool in parts]
-        from hicache.kernel_moves import KernelQuantised, quantises_right  # Triton: only where its kernels run
+        from hicache.kernel_moves import KernelQuantised  # Triton is loaded only where its kernels run
 
-        if self._setting == "auto" and not quantises_right(self._l1.device):
-            return [_PlainQuantised(pool) for pool in parts]
         self._moves[group] = KERNEL
         return [KernelQuantised(pool, l2.view(group, part)) for part, pool in enumerate(parts)]
 

@@ -163,6 +163,15 @@ def backends_on(device: torch.device) -> Sequence[Moves]:
         return BACKENDS
 
 
+def quantises_by_kernels(device: torch.device) -> bool:
+    """Whether ``auto`` has float8 pages converted by kernels: where they are compiled, and have been found right."""
+    if device.type != "cuda" or len(backends_on(device)) == len(BACKENDS):
+        return False
+    from hicache import kernel_moves
+
+    return kernel_moves.quantises_right(device)
+
+
 def kernel_backends() -> tuple[Moves, Moves]:
     """Triton straight over the bus, and through staging. Raises ImportError."""
     from hicache import kernel_moves

@@ -282,7 +282,7 @@ def test_closing_waits_for_what_was_loaded_by_layer(rank: Rank) -> None:
     cuda.run_all()
 
 
-def test_a_leader_without_a_rank_and_a_setting_that_is_none_are_refused(rank: Rank) -> None:
+def test_a_setting_that_is_none_is_refused(rank: Rank) -> None:
     with pytest.raises(ConfigError, match="layerwise = 1: expected True or False"):
         HiCache(rank.spec, l1=rank.l1, l2=None, l3=None, layerwise=1)  # type: ignore[arg-type]
 
