@@ -106,7 +106,7 @@ class CudaOrder:
     backup                       -> reads page
     load                                                                    -> writes page |
 
-    By layer, compute does not wait for a load but for each layer of it; backups and snapshots wait for all of it:
+    By layer, compute waits for each layer of a load; backups and copies of states wait for all of it:
 
     compute                | mark ->    wait_layer(0) | layer 0   wait_layer(1) | layer 1   | mark ->
     load                     -> writes layer 0 |  writes layer 1 |  writes layer 2 |

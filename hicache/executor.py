@@ -274,8 +274,8 @@ class Executor:
             self._after_loads(partial(pending.settle, range(len(job.items)), [Outcome.OK] * len(job.items)))
         elif pending.start():  # within L1: in the order of compute itself
             run = self._run_of(job)
-            is_read = job.kind is CopyKind.SNAPSHOT  # all else touches slots that no load has been given
-            self._order.run_in_compute(run.run, after_loads=is_read)
+            reads = job.kind in (CopyKind.SNAPSHOT, CopyKind.RESTORE)  # else: only slots that no load has been given
+            self._order.run_in_compute(run.run, after_loads=reads)
             pending.settle(range(len(job.items)), run.outcomes)
 
     def _run_of(self, job: CopyJob) -> CopyRun:

@@ -229,7 +229,8 @@ class Loader:
             kind, page = (CopyKind.CLEAR, pages - 1) if pages else (CopyKind.RESET, 0)
             items[kind] = [((page, g), CopyItem(g, slot_of(live), slot_of(live))) for g, live in emptied.items()]
         load.jobs_left = len(items)
-        for kind, pairs in items.items():
+        for kind in sorted(items, key=lambda kind: kind is CopyKind.LOAD):  # last: copies within L1 may wait for loads
+            pairs = items[kind]
             self._emit_copy(kind, load, [part for part, _ in pairs], tuple(item for _, item in pairs))
 
     def _emit_copy(self, kind: CopyKind, load: _LoadUnderWay, parts: list[Part], items: tuple[CopyItem, ...]) -> None:

@@ -102,6 +102,8 @@ class LayerLife:
             self.cache.release(request)
             self.cuda.run_some(20)
         elif self.rng.random() < 0.3:  # aborted while its copies are in flight
+            if restored.tokens and self.rng.random() < 0.5:  # or over: its state is the snapshot in L1
+                self.cache.store(request, computed=restored.tokens, state_at=restored.tokens, donate=True)
             self.cache.release(request)
         else:
             self.running.append((request, tokens, restored.tokens))

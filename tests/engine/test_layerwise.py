@@ -150,7 +150,7 @@ def test_a_layer_that_a_later_load_does_not_bring_is_waited_for_by_its_own_event
     assert cuda.log == ["compute: wait 4", "compute: wait 2"]
 
 
-def test_backups_and_snapshots_wait_for_every_load_and_slots_of_no_load_for_none() -> None:
+def test_backups_and_copies_of_states_wait_for_every_load_and_slots_of_no_load_for_none() -> None:
     """BR-001: a backup of a page that has not arrived would write down whatever was there before."""
     cuda = CudaDouble()
     order = CudaOrder(CUDA, cuda)
@@ -346,7 +346,12 @@ class WritesBeforeTheLastReader(CudaOrder):
             return super().run_by_layer(copies)
 
 
-MUTANTS = [WaitsForTheLayerBefore, WaitsForNoLayer, WritesBeforeTheLastReader]
+class CopiesStatesBeforeTheyArrive(CudaOrder):
+    def run_in_compute(self, copy: Callable[[], None], *, after_loads: bool) -> None:
+        super().run_in_compute(copy, after_loads=False)
+
+
+MUTANTS = [CopiesStatesBeforeTheyArrive, WaitsForTheLayerBefore, WaitsForNoLayer, WritesBeforeTheLastReader]
 
 
 @pytest.mark.parametrize("order", MUTANTS, ids=lambda order: order.__name__)
