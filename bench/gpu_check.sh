@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Compare every kernel with its reference, then time the copies: in all under 6 minutes.
 #
-#   bench/gpu_check.sh            figures go to $OUT/gpu_copies.json ($OUT: the current folder)
+#   bench/gpu_check.sh            figures go to $OUT/transfer_cuda.json ($OUT: the current folder)
 #   PYTHON=... bench/gpu_check.sh another interpreter than .venv/bin/python or python3: with torch, triton and the dev extra
 #
 # Without a CUDA device the kernels run in Triton's interpreter, and the figures are missing, which is said.
@@ -23,4 +23,4 @@ if [ "$status" != 0 ]; then
   echo "The kernels differ from their references, or could not be compared (exit status $status): no figures." >&2
   exit "$status"
 fi
-timeout 160 "$python" -m bench.gpu_copies --json "$out/gpu_copies.json"
+timeout 160 "$python" -m bench.transfer --device cuda --json "$out/transfer_cuda.json"

@@ -19,7 +19,7 @@ from hicache.sequence import Request, Restored
 from hicache.spec import CacheSpec, PagedGroup
 
 L3_TIMEOUT_S = 30.0
-_OF_HICACHE_ALONE = ("prefetch", "write_policy", "salt", "snapshot_policy", "double_buffering")
+_OF_HICACHE_ALONE = ("prefetch", "write_policy", "salt", "snapshot_policy", "double_buffering", "layerwise")
 
 
 class Replica:

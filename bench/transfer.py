@@ -1,6 +1,7 @@
-"""`python -m bench.transfer`: how fast pages go between L1 and L2, by layout of L2 and by back end, beside memcpy.
+"""`python -m bench.transfer`: how fast pages go between L1 and L2 by back end, beside one large copy.
 
-See docs/decisions/0031-copies-on-a-cpu.md."""
+In host memory by layout of L2 (docs/decisions/0031-copies-on-a-cpu.md); with `--device cuda`: bench/transfer_cuda.py.
+"""
 
 from __future__ import annotations
 
@@ -9,63 +10,35 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
-from typing import Literal, NamedTuple, TypeAlias
+from dataclasses import asdict
+from typing import NamedTuple
 
 import click
 import torch
 from rich.console import Console
-from rich.table import Table
 
+from bench.geometries import GQA_8B, MLA, PAGE_TOKENS
 from bench.limits import MemoryCopy
 from bench.machine import machine_facts, write_json
+from bench.transfer_cuda import MISSING, CudaFigures, cuda_figures
+from bench.transfer_row import Layout, Row, table_of
 from hicache.kernels.legs import Layers, PagedPool
-from hicache.moves import DIRECT, REFERENCE, Moves
+from hicache.moves import DIRECT, REFERENCE, Mover
 from hicache.pools.dtypes import torch_dtype
 from hicache.pools.l1 import page_shape
 from hicache.spec import PagedGroup
+from hicache.staging import Staging
 
-Direction: TypeAlias = Literal["backup", "load", "to_l3"]
-Layout: TypeAlias = Literal["layer_first", "page_first", "page_first_direct"]
-
-PAGE_TOKENS = 64
 SLOTS = 16  # of every pool: 128 MiB of the larger model, four times a cache
-MODELS = {
-    "8B GQA": PagedGroup("8B GQA", tuple(range(32)), heads=8, head_dim=128, dtype="bfloat16"),
-    "MLA": PagedGroup.mla("MLA", layers=tuple(range(61)), latent_dim=512, rope_dim=64, dtype="bfloat16"),
-}
+MODELS = {group.name: group for group in (GQA_8B, MLA)}
 # From [pages, layers, planes, page_tokens, heads, head_dim] to the order in memory.
 _ORDERS: dict[Layout, tuple[int, ...]] = {
     "layer_first": (1, 0, 2, 3, 4, 5),
     "page_first": (0, 2, 3, 1, 4, 5),  # token by token, each with all of its layers
     "page_first_direct": (0, 1, 2, 3, 4, 5),
 }
-_SHOWN = (
-    *("model", "pages", "layout", "l1", "backend", "direction", "extents"),
-    *("gbps", "limit_gbps", "of_limit", "per_call_us"),
-)
 _WIDTH = 130
 _GIGA = 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """Medians. ``to_l3``: a page out of L2 into one piece, which takes one copy for each of its ``extents`` there."""
-
-    model: str
-    direction: Direction
-    layout: Layout
-    l1: str
-    backend: str
-    device: str
-    page_bytes: int
-    pages: int
-    layers: int
-    extents: int
-    gbps: float
-    limit_gbps: float
-    of_limit: float
-    per_call_us: float
 
 
 class Cell(NamedTuple):
@@ -116,17 +89,18 @@ def cells(name: str, *, pages: int) -> Iterator[Cell]:
         }
         for l1, pool in pools.items():
             for moves in (REFERENCE, DIRECT):
-                for direction, copy in (("backup", _backup(moves, pool, l2)), ("load", _load(moves, pool, l2))):
+                mover = moves.of_pages(pool, l2.pages, Staging(torch.device("cpu")))
+                for direction, copy in (("backup", _backup(mover, l2)), ("load", _load(mover, l2))):
                     yield Cell({**row, "l1": l1, "backend": moves.name, "direction": direction}, copy)
         yield Cell({**row, "l1": "", "backend": "extents", "direction": "to_l3"}, l2.to_l3)
 
 
-def _backup(moves: Moves, pool: PagedPool, l2: SecondTier) -> Callable[[list[int], list[int]], None]:
-    return lambda sources, targets: moves.gather_pages(pool, l2.pages, sources=sources, targets=targets)
+def _backup(mover: Mover, l2: SecondTier) -> Callable[[list[int], list[int]], None]:
+    return lambda sources, targets: mover.gather(l2.pages, sources=sources, targets=targets)
 
 
-def _load(moves: Moves, pool: PagedPool, l2: SecondTier) -> Callable[[list[int], list[int]], None]:
-    return lambda sources, targets: moves.scatter_pages(l2.pages, pool, sources=sources, targets=targets)
+def _load(mover: Mover, l2: SecondTier) -> Callable[[list[int], list[int]], None]:
+    return lambda sources, targets: mover.scatter(l2.pages, sources=sources, targets=targets)
 
 
 def measure(name: str, *, pages: int, repetitions: int) -> list[Row]:
@@ -172,21 +146,33 @@ def _row(cell: Cell, times_s: list[float], limits: list[float], size_bytes: int)
 @click.command()
 @click.option("--json", "json_path", metavar="FILE", help="Write everything as JSON; - for stdout.")
 @click.option("--quick", is_flag=True, help="Fewer repetitions; ends within 45 s.")
-def main(json_path: str | None, quick: bool) -> None:
-    """Copy pages of 64 tokens between L1 and L2 in host memory, in one thread."""
-    torch.set_num_threads(1)
+@click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cpu", help="Where L1 is.")
+def main(json_path: str | None, quick: bool, device: str) -> None:
+    """Copy pages of 64 tokens between L1 and L2, and states where L1 is on CUDA."""
     load_before = os.getloadavg()[0]
+    console = Console(stderr=json_path == "-", width=_WIDTH)
+    document: dict[str, object]
+    if device == "cpu":
+        rows = host_rows(quick=quick)
+        console.print(table_of("GB/s (10^9 bytes) of one thread, beside memcpy, medians", rows))
+        document = {"rows": [asdict(row) for row in rows]}
+    elif torch.cuda.is_available():
+        figures = cuda_figures(quick=quick)
+        figures.show(console)
+        document = figures.document()
+    else:
+        console.print(MISSING)
+        document = {**CudaFigures().document(), "missing": MISSING}
+    write_json({**document, "machine": machine_facts(load_before)}, json_path)
+
+
+def host_rows(*, quick: bool) -> list[Row]:
+    """All of it in host memory, in one thread."""
+    torch.set_num_threads(1)
     repetitions = 7 if quick else 25
-    rows = [
+    return [
         row for name in MODELS for pages in (1, SLOTS) for row in measure(name, pages=pages, repetitions=repetitions)
     ]
-    table = Table(title="pages of 64 tokens: GB/s (10^9 bytes) of one thread, beside memcpy, median")
-    for name in _SHOWN:
-        table.add_column(name.replace("_", " "))
-    for row in rows:
-        table.add_row(*(str(getattr(row, name)) for name in _SHOWN))
-    Console(stderr=json_path == "-", width=_WIDTH).print(table)
-    write_json({"rows": [asdict(row) for row in rows], "machine": machine_facts(load_before)}, json_path)
 
 
 if __name__ == "__main__":

@@ -48,6 +48,7 @@ class HiCache:
         write_policy: str | WritePolicy = "write_through",
         snapshot_policy: SnapshotPolicy | None = None,
         double_buffering: bool = False,
+        layerwise: bool = False,
         ranks: Ranks | None = None,
         copies: str = "auto",
         clock: Callable[[], float] = time.monotonic,
@@ -79,6 +80,7 @@ class HiCache:
                 l1_arena=arena_layout(spec, common.l1_bytes) if common.l1_bytes else None,
                 prefetch_threshold_tokens=self._prefetch_policy.threshold_tokens,
                 double_buffering=double_buffering,
+                layerwise=layerwise,
             )
             self._directory = Directory(
                 spec, config, write_policy=write_policy_of(write_policy), snapshot_policy=snapshot_policy
@@ -109,6 +111,7 @@ class HiCache:
         write_policy: str | WritePolicy = "write_through",
         snapshot_policy: SnapshotPolicy | None = None,
         double_buffering: bool = False,
+        layerwise: bool = False,
         ranks: Ranks | None = None,
         copies: str = "auto",
     ) -> Self:
@@ -120,8 +123,9 @@ class HiCache:
         engine's own tenants may not share apart; ``token`` is what hicached knows the engine by. ``write_policy`` is
         ``write_through``, ``write_through_selective``, ``write_back``, or one of hicache.policies.write.
         ``double_buffering`` says that the engine reads states from ``Request.state_source``: they are not copied within
-        L1 then. ``copies`` is the back end between L1 and L2: ``reference``, ``direct``, ``kernel``, or ``auto``, which
-        measures.
+        L1 then. ``layerwise`` says that its forward calls ``wait_layer`` for each layer: ``load`` returns when the
+        copies are on their way then. ``copies`` is the back end between L1 and L2: ``reference``, ``direct``,
+        ``kernel``, ``staged``, or ``auto``, which measures.
 
         ``deployment`` names engines that must find each other's state, as a prefill and a decode engine must. While one
         of them is connected, hicached refuses one with another ``spec`` or ``salt``. This call waits for hicached's
@@ -157,6 +161,7 @@ class HiCache:
                 write_policy=policy,
                 snapshot_policy=snapshot_policy,
                 double_buffering=double_buffering,
+                layerwise=layerwise,
                 ranks=ranks,
                 copies=copies,
             )
@@ -175,6 +180,7 @@ class HiCache:
         write_policy: str | WritePolicy = "write_through",
         snapshot_policy: SnapshotPolicy | None = None,
         double_buffering: bool = False,
+        layerwise: bool = False,
     ) -> Self:
         """The leader in a process without a rank, such as an engine's scheduler: every rank is a RankWorker, rank 0 as
         well, also where there is only one. They have L1, L2 and L3, and their settings are the replica's.
@@ -191,6 +197,7 @@ class HiCache:
             write_policy=write_policy,
             snapshot_policy=snapshot_policy,
             double_buffering=double_buffering,
+            layerwise=layerwise,
             ranks=ranks,
         )
 
@@ -272,6 +279,18 @@ class HiCache:
                 return False
             self._check_open()
         return progress is Load.DONE
+
+    def wait_layer(self, layer: int) -> None:
+        """With ``layerwise``: what this thread asks of its current stream from now on comes after everything that has
+        been loaded of ``layer``, by the id that the spec gives it. Returns at once, and does nothing on a CPU.
+
+        Call it in every forward, before the first kernel that reads or writes pages or states of the layer, on the
+        stream of that kernel and outside of CUDA graphs. Raises UsageError for a layer of no group of the rank, or
+        without a rank here.
+        """
+        if self._replica.executor is None:
+            raise UsageError("this leader has no rank: call wait_layer of its RankWorkers")
+        self._replica.executor.wait_layer(layer)
 
     def extend(self, request: Request, *, tokens: int, timeout_s: float = 0.0) -> bool:
         """Make the page tables cover ``tokens`` tokens. False, and nothing changed, when L1 has no room.

@@ -40,6 +40,7 @@ class DirectoryConfig:
     store_l2_share: float = 0.5
     l3_confirm_interval_s: float = 60.0
     double_buffering: bool = False
+    layerwise: bool = False  # loads are done before they have arrived: compute waits for each layer
     l1_arena: ArenaLayout | None = None
 
     def __post_init__(self) -> None:
@@ -49,8 +50,9 @@ class DirectoryConfig:
             raise ConfigError("l2_slots", self.l2_slots, "room in L2, which L3 is reached through, or no L3")
         if any(self.l2_slots) and not all(self.l2_slots):
             raise ConfigError("l2_slots", self.l2_slots, "room for every group, since a page goes down whole, or no L2")
-        if not isinstance(self.double_buffering, bool):
-            raise ConfigError("double_buffering", self.double_buffering, "True or False")
+        for name in ("double_buffering", "layerwise"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigError(name, getattr(self, name), "True or False")
         for name in ("prefetch_l2_share", "store_l2_share"):
             if not 0 < getattr(self, name) <= 1:
                 raise ConfigError(name, getattr(self, name), "a share above 0 and at most 1")
@@ -116,7 +118,13 @@ class Directory:
             double_buffering=config.double_buffering,
         )
         self._loader = Loader(
-            spec, self.index, self._jobs, self._prefetcher, self.stats, double_buffering=config.double_buffering
+            spec,
+            self.index,
+            self._jobs,
+            self._prefetcher,
+            self.stats,
+            double_buffering=config.double_buffering,
+            by_layer=config.layerwise,
         )
         self._paged_groups = tuple(g for g, group in enumerate(spec.groups) if not isinstance(group, StateGroup))
 

@@ -8,11 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, fields
+from functools import partial
 
-from hicache.copies import Copies, copies_for
+from hicache.copies import Copies, PoolCopies
+from hicache.copy_jobs import CopyRun
 from hicache.copy_order import CopyOrder, Wait, copy_order_for
-from hicache.errors import ConfigError
-from hicache.jobs import Completion, CopyItem, CopyJob, CopyKind, FetchJob, Job, LookupJob
+from hicache.errors import ConfigError, UsageError
+from hicache.jobs import Completion, CopyJob, CopyKind, FetchJob, Job, LookupJob
 from hicache.l3 import L3
 from hicache.lane import Lane, Task
 from hicache.notices import Notices
@@ -56,12 +58,13 @@ class Executor:
 
     SNAPSHOT, RESTORE, RESET, CLEAR and LOAD run in the thread that submits them, so that what this thread computes
     next sees them; BACKUP, and LOAD beside compute, run each in a copy thread after what this thread had asked compute
-    to do; jobs for L3 run in threads of their own kind. Outcomes that are made here: IO_ERROR for a copy or call that
-    raised, BAD_RANGE for a slot or group that does not exist, UNAVAILABLE without L3, DEADLINE for what was not begun
-    in time, REFUSED when too many jobs of the kind are open, CANCELLED for jobs given up by ``close`` or submitted
-    after it.
+    to do; jobs for L3 run in threads of their own kind. A LOAD by layer completes when it is enqueued, and ARRIVE when
+    all of those before have arrived. Outcomes that are made here: IO_ERROR for a copy or call that raised, BAD_RANGE
+    for a slot or group that does not exist, UNAVAILABLE without L3, DEADLINE for what was not begun in time, REFUSED
+    when too many jobs of the kind are open, CANCELLED for jobs given up by ``close`` or submitted after it.
 
-    Sources and targets are the executor's from ``submit`` until the job's completion.
+    Sources and targets are the executor's from ``submit`` until the completion of the job, or, of a LOAD by layer, of
+    ARRIVE.
     """
 
     def __init__(
@@ -87,8 +90,9 @@ class Executor:
         """
         self._limits = limits or ExecutorLimits()
         self._rank = _common_rank(spec, l1, l2)
-        self._copies = copies_for(l1, l2, copies) if isinstance(copies, str) else copies
+        self._copies = PoolCopies(l1, l2, setting=copies) if isinstance(copies, str) else copies
         self._order = order or copy_order_for(l1.device)
+        self._layers = {layer for group in self._rank.groups if group is not None for layer in group.layers}
         self._l3 = l3
         self._on_complete = on_complete
         self._clock = clock
@@ -110,7 +114,7 @@ class Executor:
         """Take a job. Raises for no fault, and blocks only for the copies that run in this thread."""
         kind = _kind_of(job)
         pending = PendingJob(job.job_id, len(job.items), kind=kind, clock=self._clock, finish=self._finish)
-        refusal = self._admit(pending)
+        refusal = self._admit(pending, is_bounded=not (isinstance(job, CopyJob) and job.kind is CopyKind.ARRIVE))
         if refusal is not None or not job.items:
             pending.settle_rest(refusal or Outcome.OK)
         elif isinstance(job, CopyJob):
@@ -137,6 +141,14 @@ class Executor:
     def compute_here(self) -> None:
         """The calling thread computes from now on: whichever thread submits a copy, it is ordered against this one."""
         self._order.compute_here()
+
+    def wait_layer(self, layer: int) -> None:
+        """What the calling thread asks of its stream from now on comes after all that was loaded of ``layer``, by the
+        id that the spec gives it. Returns at once. Raises UsageError for a layer that no group of the rank has.
+        """
+        if layer not in self._layers:
+            raise UsageError(f"layer {layer} is in no group of this rank, whose layers are {sorted(self._layers)}")
+        self._order.wait_layer(layer)
 
     def faults(self) -> dict[str, int]:
         """How often what went wrong since start, by a name such as ``copy.load`` or ``l3.get``. Thread-safe."""
@@ -220,11 +232,13 @@ class Executor:
             threads |= {"lookup": limits.lookup_threads, "fetch": limits.fetch_threads, "store": limits.store_threads}
         return {kind: Lane(kind, thread_count=count) for kind, count in threads.items()}
 
-    def _admit(self, pending: PendingJob) -> Outcome | None:
-        """Count a job as open. Returns why it is refused, if it is."""
+    def _admit(self, pending: PendingJob, *, is_bounded: bool) -> Outcome | None:
+        """Count a job as open. Returns why it is refused, if it is. ARRIVE has no bound of its own: those that are open
+        keep further loads out, and one that were refused would give away what is in use.
+        """
         with self._lock:
             jobs = self._open[pending.kind]
-            is_full = len(jobs) >= self._limits.open_jobs_max
+            is_full = is_bounded and len(jobs) >= self._limits.open_jobs_max
             jobs.add(pending)
             if self._is_closing:
                 return Outcome.CANCELLED
@@ -268,10 +282,16 @@ class Executor:
             self._submit_beside(job, pending, self._lanes["load"])
         elif job.kind is CopyKind.LOAD:
             self._load(job, pending)
+        elif job.kind is CopyKind.ARRIVE:
+            self._after_loads(partial(pending.settle, range(len(job.items)), [Outcome.OK] * len(job.items)))
         elif pending.start():  # within L1: in the order of compute itself
-            outcomes: list[Outcome] = []
-            self._order.run_in_compute(lambda: self._copy(job, outcomes))
-            pending.settle(range(len(outcomes)), outcomes)
+            run = self._run_of(job)
+            reads = job.kind in (CopyKind.SNAPSHOT, CopyKind.RESTORE)  # else: only slots that no load has been given
+            self._order.run_in_compute(run.run, after_loads=reads)
+            pending.settle(range(len(job.items)), run.outcomes)
+
+    def _run_of(self, job: CopyJob) -> CopyRun:
+        return CopyRun(job, self._rank, self._copies, fault=self._copy_fault)
 
     def _submit_beside(self, job: CopyJob, pending: PendingJob, lane: Lane) -> None:
         """Copy in the thread of ``lane``, after what this thread has asked compute to do so far."""
@@ -285,82 +305,51 @@ class Executor:
         def task() -> None:
             if not pending.start():
                 return
-            outcomes: list[Outcome] = []
+            run = self._run_of(job)
             try:
-                self._order.run_after(mark, lambda: self._copy(job, outcomes))
+                self._order.run_after(mark, run.run, loads=job.kind is CopyKind.LOAD)
             except Exception as error:
                 self._copy_fault(job.kind, error)
                 pending.settle_rest(Outcome.IO_ERROR)
             else:
-                pending.settle(range(len(outcomes)), outcomes)
+                pending.settle(range(len(job.items)), run.outcomes)
 
         lane.submit(task)
 
     def _load(self, job: CopyJob, pending: PendingJob) -> None:
         if not pending.start():
             return
-        outcomes: list[Outcome] = []
+        run = self._run_of(job)
         try:
-            wait = self._order.run_before_compute(lambda: self._copy(job, outcomes))
+            order = self._order
+            wait = order.run_by_layer(run.by_layer()) if job.by_layer else order.run_before_compute(run.run)
         except Exception as error:
             self._copy_fault(job.kind, error)
             pending.settle_rest(Outcome.IO_ERROR)
             return
-        if wait is None:
-            pending.settle(range(len(outcomes)), outcomes)
-        else:
-            arrival = self._arrival_task(job, pending, wait, outcomes)
-            if not self._lanes["load"].submit(arrival):
-                arrival()
+        if wait is None or job.by_layer:
+            pending.settle(range(len(job.items)), run.outcomes)
+        if wait is not None:
+            self._after_loads(self._arrival_task(job, pending, wait, run))
 
-    def _arrival_task(self, job: CopyJob, pending: PendingJob, wait: Wait, outcomes: list[Outcome]) -> Task:
+    def _after_loads(self, task: Callable[[], object]) -> None:
+        """Run ``task`` when all loads before have arrived, or failed to."""
+        if not self._lanes["load"].submit(task):
+            task()
+
+    def _arrival_task(self, job: CopyJob, pending: PendingJob, wait: Wait, run: CopyRun) -> Task:
         """Complete a load when its bytes have arrived: its sources must stay until then."""
 
         def task() -> None:
             try:
                 wait()
-            except Exception as error:
+            except Exception as error:  # of one by layer, too: the device is lost then, and with it what computes there
                 self._copy_fault(job.kind, error)
                 pending.settle_rest(Outcome.IO_ERROR)
             else:
-                pending.settle(range(len(outcomes)), outcomes)
+                pending.settle(range(len(job.items)), run.outcomes)
 
         return task
-
-    def _copy(self, job: CopyJob, outcomes: list[Outcome]) -> None:
-        """Run the copies of a job group by group, and extend ``outcomes`` by one for each item.
-
-        One call copies a whole group, so when it fails no item of the group may be used. There is nothing to do for a
-        group that the rank lacks.
-        """
-        by_group: dict[int, list[CopyItem]] = {}
-        for item in job.items:
-            by_group.setdefault(item.group, []).append(item)
-        failed: set[int] = set()
-        for group, items in by_group.items():
-            try:
-                if not self._rank.lacks(group):
-                    self._copy_group(job.kind, group, items)
-            except Exception as error:
-                failed.add(group)
-                self._copy_fault(job.kind, error)
-        outcomes.extend(Outcome.IO_ERROR if item.group in failed else Outcome.OK for item in job.items)
-
-    def _copy_group(self, kind: CopyKind, group: int, items: list[CopyItem]) -> None:
-        sources, targets = [item.source for item in items], [item.target for item in items]
-        match kind:
-            case CopyKind.BACKUP:
-                self._copies.backup(group, sources, targets)
-            case CopyKind.LOAD:
-                self._copies.load(group, sources, targets)
-            case CopyKind.SNAPSHOT:
-                self._copies.snapshot(group, sources, targets)
-            case CopyKind.RESTORE:
-                self._copies.restore(group, sources, targets)
-            case CopyKind.RESET:
-                self._copies.reset(group, targets)
-            case CopyKind.CLEAR:
-                self._copies.clear(group, targets)
 
     def _copy_fault(self, kind: CopyKind, error: Exception) -> None:
         self._fault(f"copy.{kind}", "%s failed: %r", kind.value, error)

@@ -19,6 +19,7 @@ class CopyKind(StrEnum):
     RESTORE = "restore"  # L1 -> L1: a snapshot slot into a live slot, transient fields emptied
     RESET = "reset"  # a live state slot emptied, all fields; source equals target
     CLEAR = "clear"  # the transient fields of a live state slot emptied; source equals target
+    ARRIVE = "arrive"  # nothing is copied: done when what was loaded by layer before has arrived, with the same items
 
 
 class CopyItem(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -49,12 +50,15 @@ class CopyJob(msgspec.Struct, frozen=True, tag=True):
 
     A LOAD ``beside_compute`` is for slots that nobody computes on before it is answered: it starts in its turn, and no
     step waits for its end.
+    A LOAD ``by_layer`` is done when it is certain to come, and compute waits for each layer: its sources and targets
+    are in use until an ARRIVE that was emitted after that is done.
     """
 
     job_id: int
     kind: CopyKind
     items: tuple[CopyItem, ...]
     beside_compute: bool = False
+    by_layer: bool = False
 
 
 class FetchJob(msgspec.Struct, frozen=True, tag=True):
@@ -82,7 +86,8 @@ Job: TypeAlias = CopyJob | FetchJob | StoreJob | LookupJob
 
 
 class Completion(msgspec.Struct, frozen=True):
-    """What became of a job on one rank: an outcome for each item. Sent once, when the rank touches no byte any more."""
+    """What became of a job on one rank: an outcome for each item. Sent once, when the rank touches no byte any more;
+    of a LOAD by layer, when its bytes are certain to come."""
 
     job_id: int
     outcomes: tuple[Outcome, ...]

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-Task = Callable[[], None]
+Task = Callable[[], object]
 
 _LOG = logging.getLogger(__name__)
 

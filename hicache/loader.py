@@ -46,6 +46,7 @@ class _LoadUnderWay:
     sources: dict[int, Entry]  # snapshots that are read where they are, by group
     lives: list[tuple[int, int]]  # (group, L1 handle), held
     jobs_left: int = 0
+    in_flight: tuple[CopyItem, ...] = ()  # copied by layer: may be so when the jobs are done
     failed: list[Part] = field(default_factory=list)
 
 
@@ -62,6 +63,7 @@ class Loader:
         stats: DirectoryStats,
         *,
         double_buffering: bool,
+        by_layer: bool,
     ) -> None:
         self._index = index
         self._jobs = jobs
@@ -69,6 +71,7 @@ class Loader:
         self._stats = stats
         self._page_tokens = spec.page_tokens
         self._double_buffering = double_buffering
+        self._by_layer = by_layer
         states = [(number, group) for number, group in enumerate(spec.groups) if isinstance(group, StateGroup)]
         self._state_groups = tuple(number for number, _ in states)
         self._transient_groups = tuple(
@@ -226,12 +229,17 @@ class Loader:
             kind, page = (CopyKind.CLEAR, pages - 1) if pages else (CopyKind.RESET, 0)
             items[kind] = [((page, g), CopyItem(g, slot_of(live), slot_of(live))) for g, live in emptied.items()]
         load.jobs_left = len(items)
-        for kind, pairs in items.items():
+        for kind in sorted(items, key=lambda kind: kind is CopyKind.LOAD):  # last: copies within L1 may wait for loads
+            pairs = items[kind]
             self._emit_copy(kind, load, [part for part, _ in pairs], tuple(item for _, item in pairs))
 
     def _emit_copy(self, kind: CopyKind, load: _LoadUnderWay, parts: list[Part], items: tuple[CopyItem, ...]) -> None:
+        by_layer = self._by_layer and kind is CopyKind.LOAD
+        if by_layer:
+            load.in_flight = items
         self._jobs.emit(
-            lambda job_id: CopyJob(job_id, kind, items), lambda outcomes: self._copied(kind, load, parts, outcomes)
+            lambda job_id: CopyJob(job_id, kind, items, by_layer),
+            lambda outcomes: self._copied(kind, load, parts, outcomes),
         )
 
     def _copied(self, kind: CopyKind, load: _LoadUnderWay, parts: Sequence[Part], outcomes: Outcomes) -> None:
@@ -247,6 +255,15 @@ class Loader:
             self._cut_back(load.record, load.failed, is_reset=kind is CopyKind.RESET)
         else:
             self._loaded(load.record, load.pages, load.copies, load.sources)
+        if load.in_flight:
+            self._jobs.emit(
+                lambda job_id: CopyJob(job_id, CopyKind.ARRIVE, load.in_flight), lambda outcomes: self._end(load)
+            )
+        else:
+            self._end(load)
+
+    def _end(self, load: _LoadUnderWay) -> None:
+        """No copy of the load touches anything any more, whatever has become of it."""
         for copy in load.copies:
             self._index.unpin(copy.source)
             self._index.release(Tier.L1, copy.part[1], [copy.target])
@@ -266,7 +283,7 @@ class Loader:
             record.lost.update(failed)
 
     def _loaded(self, record: RequestRecord, pages: int, copies: Sequence[_Copy], sources: Mapping[int, Entry]) -> None:
-        """Every copy has arrived: publish the pages in L1 and keep them; let go of L2 and of copied snapshots."""
+        """Every copy has arrived, or will before compute reads it: publish the pages in L1 and keep them."""
         record.sources = {group: self._index.pin(entry) for group, entry in sources.items()}
         self._account(record, pages, copies)
         for copy in copies:

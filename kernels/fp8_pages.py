@@ -6,8 +6,6 @@ interpreter.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import torch
 import triton
@@ -27,7 +25,7 @@ def quantised_table(pool: PagedPool, pages: torch.Tensor) -> TileTable:
     first = pool[0] if isinstance(pool[0], torch.Tensor) else pool[0][0]
     if first.dtype not in _ELEMENTS or pages.dtype != torch.float8_e4m3fn:
         raise ValueError(f"layers of {first.dtype} and pages of {pages.dtype}: {[*_ELEMENTS]} become float8_e4m3fn")
-    return cut_elements(list(page_pieces(pool, pages, dtype=first.dtype)), pages)
+    return cut_elements(list(page_pieces(pool, pages, dtype=first.dtype)), pages, layers=len(pool))
 
 
 def quantise_tiles(
@@ -35,29 +33,47 @@ def quantise_tiles(
 ) -> None:
     """``quantised_reference.quantise_pages``, enqueued on the current stream. Raises as ``gather_tiles`` does."""
     pairs = checked_slots(sources, targets, source_count=table.slot_count, target_count=len(pages))
-    _launch(_quantise_kernel, table, pages, scales, pairs)
+    _launch(table, pages, scales, pairs, quantises=True)
 
 
 def dequantise_tiles(
-    table: TileTable, pages: torch.Tensor, scales: torch.Tensor, *, sources: Slots, targets: Slots
+    table: TileTable,
+    pages: torch.Tensor,
+    scales: torch.Tensor,
+    *,
+    sources: Slots,
+    targets: Slots,
+    layers: slice | None = None,
 ) -> None:
-    """``quantised_reference.dequantise_pages``, enqueued on the current stream. Raises as ``scatter_tiles`` does."""
+    """``quantised_reference.dequantise_pages``, of ``layers`` or of all, enqueued on the current stream. Raises as
+    ``scatter_tiles`` does."""
     pairs = checked_slots(sources, targets, source_count=len(pages), target_count=table.slot_count)
-    _launch(_dequantise_kernel, table, pages, scales, pairs)
+    _launch(table, pages, scales, pairs, quantises=False, layers=layers)
 
 
-def _launch(kernel: Any, table: TileTable, pages: torch.Tensor, scales: torch.Tensor, pairs: np.ndarray) -> None:
-    """``kernel``: one of the two below, which Triton gives no type."""
-    piece_count = len(table.piece_starts) - 1
+def _launch(
+    table: TileTable,
+    pages: torch.Tensor,
+    scales: torch.Tensor,
+    pairs: np.ndarray,
+    *,
+    quantises: bool,
+    layers: slice | None = None,
+) -> None:
     if scales.dtype != torch.float32 or scales.shape != pages.shape[:3] or not scales[0].is_contiguous():
         raise ValueError(f"scales are {tuple(scales.shape)} {scales.dtype}, not {tuple(pages.shape[:3])} float32")
     if pairs.size == 0:
         return
+    piece_starts = table.piece_starts
+    if layers is not None:
+        piece_starts = piece_starts[layers.start * table.layer_pieces : layers.stop * table.layer_pieces + 1]
+        scales = scales[:, layers]
+    piece_count = len(piece_starts) - 1
     address, stride = block_place(table, pages, word_bytes=1)
     with on_device_of(table):
-        kernel[(min(pairs.shape[1] * piece_count, BUS_PROGRAMS_MAX),)](
+        _convert_kernel[(min(pairs.shape[1] * piece_count, BUS_PROGRAMS_MAX),)](
             table.tiles,
-            table.piece_starts,
+            piece_starts,
             slots_on(table, pairs),
             pairs.shape[1],
             piece_count,
@@ -65,6 +81,7 @@ def _launch(kernel: Any, table: TileTable, pages: torch.Tensor, scales: torch.Te
             stride,
             scales.data_ptr(),
             scales.stride(0),
+            QUANTISES=quantises,
             ELEMENT=_ELEMENTS[table.pool[0].dtype],
             LARGEST=torch.finfo(table.pool[0].dtype).max,
             SCALE_BIASED_MIN=SCALE_EXPONENT_MIN + 127,
@@ -100,7 +117,85 @@ def _place(  # type: ignore[no-untyped-def]  # as all kernels: Triton types what
 _place_in_tile = triton.jit(_place)
 
 
-def _quantise(  # type: ignore[no-untyped-def]
+def _quantise_plane(  # type: ignore[no-untyped-def]
+    tiles,
+    tile_start,
+    tile_stop,
+    slot,
+    block,
+    scale_at,
+    ELEMENT: tl.constexpr,
+    SCALE_BIASED_MIN: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_RUN: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
+):
+    """A plane is read for its peak, and again to be stored."""
+    peaks = tl.zeros([TILE_ROWS, TILE_RUN], tl.int32)  # bits of magnitudes, which are ordered as these are
+    tile = tile_start
+    while tile < tile_stop:
+        at, _, inside = _place_in_tile(tiles + tile * TILE_FIELDS, slot, ELEMENT, ALIGNMENT, TILE_ROWS, TILE_RUN)
+        bits = tl.load(at, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
+        peaks = tl.maximum(peaks, tl.where(bits < 0x7F800000, bits, 0))
+        tile += 1
+    peak = tl.max(tl.max(peaks, 1), 0)
+    biased = (peak >> 23) - 8 + ((peak & 0x7FFFFF) > 0x600000).to(tl.int32)  # 448 = 1.75 * 2^8
+    biased = tl.maximum(biased, SCALE_BIASED_MIN)
+    scale = (biased << 23).to(tl.float32, bitcast=True)
+    inverse = ((254 - biased) << 23).to(tl.float32, bitcast=True)
+    tl.store(scale_at, scale)
+    tile = tile_start
+    while tile < tile_stop:
+        at, in_block, inside = _place_in_tile(tiles + tile * TILE_FIELDS, slot, ELEMENT, ALIGNMENT, TILE_ROWS, TILE_RUN)
+        bits = tl.load(at, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
+        is_finite = (bits & 0x7FFFFFFF) < 0x7F800000
+        scaled = tl.where(is_finite, bits & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True) * inverse
+        size = scaled.to(tl.int32, bitcast=True)
+        # To the nearest of 3 bits of mantissa, ties to even; exponents count from -7 in the place of -127.
+        normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
+        # Below 2^-6 the steps are 2^-9, as are those of a float32 at 2^14.
+        small = (scaled + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
+        code = tl.where(size < 0x3C800000, small, normal)
+        code = tl.where(is_finite, code | ((bits >> 24) & 0x80), 0x7F)
+        tl.store(block + in_block, code.to(tl.uint8), mask=inside)
+        tile += 1
+
+
+def _dequantise_plane(  # type: ignore[no-untyped-def]
+    tiles,
+    tile_start,
+    tile_stop,
+    slot,
+    block,
+    scale_at,
+    ELEMENT: tl.constexpr,
+    LARGEST: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    TILE_ROWS: tl.constexpr,
+    TILE_RUN: tl.constexpr,
+    TILE_FIELDS: tl.constexpr,
+):
+    scale = tl.load(scale_at)
+    tile = tile_start
+    while tile < tile_stop:
+        at, in_block, inside = _place_in_tile(tiles + tile * TILE_FIELDS, slot, ELEMENT, ALIGNMENT, TILE_ROWS, TILE_RUN)
+        code = tl.load(block + in_block, mask=inside, other=0).to(tl.int32)
+        size = code & 0x7F
+        small = size.to(tl.float32) * 0.001953125  # 2^-9, the steps below 2^-6
+        normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
+        half = tl.where(size < 8, small, normal) * (scale * 0.5)  # the whole of it may be beyond any float32
+        value = tl.where(half > LARGEST / 2, LARGEST / 2, half) * 2.0
+        bits = tl.where(size == 0x7F, 0x7FC00000, value.to(tl.int32, bitcast=True)) | ((code & 0x80) << 24)
+        tl.store(at, bits.to(tl.float32, bitcast=True).to(ELEMENT), mask=inside)
+        tile += 1
+
+
+_quantise_plane_jit = triton.jit(_quantise_plane)
+_dequantise_plane_jit = triton.jit(_dequantise_plane)
+
+
+def _convert(  # type: ignore[no-untyped-def]
     tiles,
     piece_starts,
     slots,
@@ -110,6 +205,7 @@ def _quantise(  # type: ignore[no-untyped-def]
     block_stride,
     scale_address,
     scale_stride,
+    QUANTISES: tl.constexpr,
     ELEMENT: tl.constexpr,
     LARGEST: tl.constexpr,
     SCALE_BIASED_MIN: tl.constexpr,
@@ -118,7 +214,7 @@ def _quantise(  # type: ignore[no-untyped-def]
     TILE_RUN: tl.constexpr,
     TILE_FIELDS: tl.constexpr,
 ):
-    """Item ``pair * piece_count + piece``: a plane is read for its peak, and again to be stored."""
+    """Item ``pair * piece_count + piece`` is one plane of one page: from its slot to its block, or back."""
     pair_count = pair_count.to(tl.int64)
     piece_count = piece_count.to(tl.int64)
     item = tl.program_id(0).to(tl.int64)
@@ -127,90 +223,39 @@ def _quantise(  # type: ignore[no-untyped-def]
         piece = item % piece_count
         source_slot = tl.load(slots + pair)
         target_slot = tl.load(slots + pair_count + pair)
-        tile_stop = tl.load(piece_starts + piece + 1)
-        peaks = tl.zeros([TILE_ROWS, TILE_RUN], tl.int32)  # bits of magnitudes, which are ordered as these are
-        tile = tl.load(piece_starts + piece)
-        while tile < tile_stop:
-            at, _, inside = _place_in_tile(
-                tiles + tile * TILE_FIELDS, source_slot, ELEMENT, ALIGNMENT, TILE_ROWS, TILE_RUN
+        if QUANTISES:
+            slot = source_slot
+            block_slot = target_slot
+        else:
+            slot = target_slot
+            block_slot = source_slot
+        scale_at = (scale_address + (block_slot * scale_stride + piece) * 4).to(tl.pointer_type(tl.float32))
+        block = tl.multiple_of((block_address + block_slot * block_stride).to(tl.pointer_type(tl.uint8)), ALIGNMENT)
+        start = tl.load(piece_starts + piece)
+        stop = tl.load(piece_starts + piece + 1)
+        if QUANTISES:
+            _quantise_plane_jit(
+                tiles,
+                start,
+                stop,
+                slot,
+                block,
+                scale_at,
+                ELEMENT,
+                SCALE_BIASED_MIN,
+                ALIGNMENT,
+                TILE_ROWS,
+                TILE_RUN,
+                TILE_FIELDS,
             )
-            bits = tl.load(at, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
-            peaks = tl.maximum(peaks, tl.where(bits < 0x7F800000, bits, 0))
-            tile += 1
-        peak = tl.max(tl.max(peaks, 1), 0)
-        biased = (peak >> 23) - 8 + ((peak & 0x7FFFFF) > 0x600000).to(tl.int32)  # 448 = 1.75 * 2^8
-        biased = tl.maximum(biased, SCALE_BIASED_MIN)
-        scale = (biased << 23).to(tl.float32, bitcast=True)
-        inverse = ((254 - biased) << 23).to(tl.float32, bitcast=True)
-        tl.store((scale_address + (target_slot * scale_stride + piece) * 4).to(tl.pointer_type(tl.float32)), scale)
-        block = tl.multiple_of((block_address + target_slot * block_stride).to(tl.pointer_type(tl.uint8)), ALIGNMENT)
-        tile = tl.load(piece_starts + piece)
-        while tile < tile_stop:
-            at, in_block, inside = _place_in_tile(
-                tiles + tile * TILE_FIELDS, source_slot, ELEMENT, ALIGNMENT, TILE_ROWS, TILE_RUN
+        else:
+            _dequantise_plane_jit(
+                tiles, start, stop, slot, block, scale_at, ELEMENT, LARGEST, ALIGNMENT, TILE_ROWS, TILE_RUN, TILE_FIELDS
             )
-            bits = tl.load(at, mask=inside, other=0.0).to(tl.float32).to(tl.int32, bitcast=True)
-            is_finite = (bits & 0x7FFFFFFF) < 0x7F800000
-            scaled = tl.where(is_finite, bits & 0x7FFFFFFF, 0).to(tl.float32, bitcast=True) * inverse
-            size = scaled.to(tl.int32, bitcast=True)
-            # To the nearest of 3 bits of mantissa, ties to even; exponents count from -7 in the place of -127.
-            normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)
-            # Below 2^-6 the steps are 2^-9, as are those of a float32 at 2^14.
-            small = (scaled + 16384.0).to(tl.int32, bitcast=True) - 0x46800000
-            code = tl.where(size < 0x3C800000, small, normal)
-            code = tl.where(is_finite, code | ((bits >> 24) & 0x80), 0x7F)
-            tl.store(block + in_block, code.to(tl.uint8), mask=inside)
-            tile += 1
         item += tl.num_programs(0)
 
 
-def _dequantise(  # type: ignore[no-untyped-def]
-    tiles,
-    piece_starts,
-    slots,
-    pair_count,
-    piece_count,
-    block_address,
-    block_stride,
-    scale_address,
-    scale_stride,
-    ELEMENT: tl.constexpr,
-    LARGEST: tl.constexpr,
-    SCALE_BIASED_MIN: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    TILE_ROWS: tl.constexpr,
-    TILE_RUN: tl.constexpr,
-    TILE_FIELDS: tl.constexpr,
-):
-    """Item ``pair * piece_count + piece`` is one plane of one page."""
-    pair_count = pair_count.to(tl.int64)
-    piece_count = piece_count.to(tl.int64)
-    item = tl.program_id(0).to(tl.int64)
-    while item < pair_count * piece_count:
-        pair = item // piece_count
-        piece = item % piece_count
-        source_slot = tl.load(slots + pair)
-        target_slot = tl.load(slots + pair_count + pair)
-        scale = tl.load((scale_address + (source_slot * scale_stride + piece) * 4).to(tl.pointer_type(tl.float32)))
-        block = tl.multiple_of((block_address + source_slot * block_stride).to(tl.pointer_type(tl.uint8)), ALIGNMENT)
-        tile = tl.load(piece_starts + piece)
-        tile_stop = tl.load(piece_starts + piece + 1)
-        while tile < tile_stop:
-            at, in_block, inside = _place_in_tile(
-                tiles + tile * TILE_FIELDS, target_slot, ELEMENT, ALIGNMENT, TILE_ROWS, TILE_RUN
-            )
-            code = tl.load(block + in_block, mask=inside, other=0).to(tl.int32)
-            size = code & 0x7F
-            small = size.to(tl.float32) * 0.001953125  # 2^-9, the steps below 2^-6
-            normal = ((size << 20) + (120 << 23)).to(tl.float32, bitcast=True)
-            half = tl.where(size < 8, small, normal) * (scale * 0.5)  # the whole of it may be beyond any float32
-            value = tl.where(half > LARGEST / 2, LARGEST / 2, half) * 2.0
-            bits = tl.where(size == 0x7F, 0x7FC00000, value.to(tl.int32, bitcast=True)) | ((code & 0x80) << 24)
-            tl.store(at, bits.to(tl.float32, bitcast=True).to(ELEMENT), mask=inside)
-            tile += 1
-        item += tl.num_programs(0)
-
-
-_VARYING = ["pair_count", "piece_count", "block_address", "block_stride", "scale_address", "scale_stride"]
-_quantise_kernel = triton.jit(_quantise, do_not_specialize=_VARYING)
-_dequantise_kernel = triton.jit(_dequantise, do_not_specialize=_VARYING)
+_convert_kernel = triton.jit(
+    _convert,
+    do_not_specialize=["pair_count", "piece_count", "block_address", "block_stride", "scale_address", "scale_stride"],
+)

@@ -17,7 +17,7 @@ def page_table(pool: PagedPool, pages: torch.Tensor) -> TileTable:
     Serves all pages of equal shape, strides and alignment, so it is made once. Raises ValueError for shapes and dtypes
     that do not fit together.
     """
-    return cut_bytes(list(page_pieces(pool, pages, dtype=pages.dtype)), pages)
+    return cut_bytes(list(page_pieces(pool, pages, dtype=pages.dtype)), pages, layers=len(pool))
 
 
 def gather_pages(pool: PagedPool, pages: torch.Tensor, *, sources: Slots, targets: Slots) -> None:

@@ -19,20 +19,28 @@ def state_table(fields: Sequence[Layered | Joined], objects: torch.Tensor) -> Ti
     """
     if objects.dtype != torch.uint8 or objects.dim() != 2 or objects.stride(1) != 1:
         raise ValueError(f"state objects must be rows of uint8, not {objects.dtype} of shape {tuple(objects.shape)}")
-    pieces: list[Piece] = []
+    by_part: list[list[Piece]] = []
     offset_bytes = 0
     for field in fields:
         parts, axis = (field.pieces, field.axis) if isinstance(field, Joined) else ([field], -1)
-        pieces += _field_pieces(parts, axis, offset_bytes)
+        by_part += _field_pieces(parts, axis, offset_bytes)
         offset_bytes += sum(slots[0].numel() * slots.element_size() for part in parts for slots in part)
     if offset_bytes != objects.shape[1]:
         raise ValueError(f"state objects have {objects.shape[1]} bytes, their fields {offset_bytes}")
-    return cut_bytes(pieces, objects)
+    return cut_bytes(_by_layer(by_part), objects, layers=len(by_part[0]))
 
 
 def field_table(fields: Sequence[Layered]) -> TileTable:
     """Where every byte of a slot lies in the fields, for copies within the pool. Raises ValueError."""
-    return cut_bytes([Piece(slots, 0, slots.stride()[1:]) for field in fields for slots in field], None)
+    by_field = [[Piece(slots, 0, slots.stride()[1:]) for slots in field] for field in fields]
+    return cut_bytes(_by_layer(by_field), None, layers=len(by_field[0]))
+
+
+def _by_layer(by_part: Sequence[Sequence[Piece]]) -> list[Piece]:
+    """All pieces of the first layer, then of the next. Raises ValueError for parts that differ in their layers."""
+    if len({len(part) for part in by_part}) != 1:
+        raise ValueError(f"fields differ in their layers: {[len(part) for part in by_part]}")
+    return [piece for layer in zip(*by_part, strict=True) for piece in layer]
 
 
 def gather_states(fields: Sequence[Layered | Joined], objects: torch.Tensor, *, sources: Slots, targets: Slots) -> None:
@@ -60,8 +68,9 @@ def clear_states(fields: Sequence[Layered], *, slots: Slots) -> None:
     clear_tiles(field_table(fields), slots=slots)
 
 
-def _field_pieces(parts: Sequence[Layered], axis: int, offset_bytes: int) -> Iterator[Piece]:
-    """The pieces of one field, whose parts lie side by side along ``axis`` in the object, from ``offset_bytes``."""
+def _field_pieces(parts: Sequence[Layered], axis: int, offset_bytes: int) -> Iterator[list[Piece]]:
+    """By part the pieces of one field, whose parts lie side by side along ``axis`` in the object, from
+    ``offset_bytes``."""
     first = parts[0][0]
     inner = list(first.shape[1:])
     inner[axis] = sum(part[0].shape[axis] for part in parts)
@@ -70,9 +79,11 @@ def _field_pieces(parts: Sequence[Layered], axis: int, offset_bytes: int) -> Ite
     for part in parts:
         expected = [*inner]
         expected[axis] = part[0].shape[axis]
+        pieces: list[Piece] = []
         for layer, slots in enumerate(part):
             if list(slots.shape[1:]) != expected or slots.dtype != first.dtype or len(part) != len(parts[0]):
                 raise ValueError(f"layers differ: {tuple(slots.shape[1:])} {slots.dtype}, {expected} {first.dtype}")
             elements = layer * math.prod(inner) + begin * strides[axis]
-            yield Piece(slots, offset_bytes + elements * slots.element_size(), strides)
+            pieces.append(Piece(slots, offset_bytes + elements * slots.element_size(), strides))
+        yield pieces
         begin += expected[axis]

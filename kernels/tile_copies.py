@@ -33,10 +33,12 @@ def gather_tiles(table: TileTable, blocks: torch.Tensor, *, sources: Slots, targ
     _launch(table, pairs, blocks, reads_block=False, writes_block=True)
 
 
-def scatter_tiles(table: TileTable, blocks: torch.Tensor, *, sources: Slots, targets: Slots) -> None:
-    """``slot targets[i] = blocks[sources[i]]``: the way back of ``gather_tiles``, with equal rules."""
+def scatter_tiles(
+    table: TileTable, blocks: torch.Tensor, *, sources: Slots, targets: Slots, layers: slice | None = None
+) -> None:
+    """``slot targets[i] = blocks[sources[i]]``, of ``layers`` or of all: the way back, with equal rules."""
     pairs = checked_slots(sources, targets, source_count=len(blocks), target_count=table.slot_count)
-    _launch(table, pairs, blocks, reads_block=True, writes_block=False)
+    _launch(table, pairs, blocks, reads_block=True, writes_block=False, layers=layers)
 
 
 def copy_tiles(table: TileTable, *, sources: Slots, targets: Slots) -> None:
@@ -48,11 +50,13 @@ def copy_tiles(table: TileTable, *, sources: Slots, targets: Slots) -> None:
     _launch(table, pairs, None, reads_block=False, writes_block=False)
 
 
-def clear_tiles(table: TileTable, *, slots: Slots) -> None:
-    """Zero the named slots."""
+def clear_tiles(table: TileTable, *, slots: Slots, layers: slice | None = None) -> None:
+    """Zero the named slots, in ``layers`` or in all."""
     cleared = np.unique(_slot_array(slots))
     _check_range(cleared, table.slot_count, "slot")
-    _launch(table, np.stack([cleared, cleared]), None, reads_block=False, writes_block=False, is_clear=True)
+    _launch(
+        table, np.stack([cleared, cleared]), None, reads_block=False, writes_block=False, layers=layers, is_clear=True
+    )
 
 
 def checked_slots(sources: Slots, targets: Slots, *, source_count: int, target_count: int) -> np.ndarray:
@@ -119,20 +123,22 @@ def _launch(
     *,
     reads_block: bool,
     writes_block: bool,
+    layers: slice | None = None,
     is_clear: bool = False,
 ) -> None:
-    if pairs.size == 0 or len(table.tiles) == 0:
+    tiles = table.tiles_of(layers)
+    if pairs.size == 0 or len(tiles) == 0:
         return
     address, stride = (0, 0) if blocks is None else block_place(table, blocks, word_bytes=table.word_bytes)
-    items = pairs.shape[1] * len(table.tiles)
+    items = pairs.shape[1] * len(tiles)
     programs_max = DEVICE_PROGRAMS_MAX if blocks is None or blocks.is_cuda else BUS_PROGRAMS_MAX
     with on_device_of(table):
         slots = slots_on(table, pairs)
         _copy_tiles_kernel[(min(items, programs_max),)](
-            table.tiles,
+            tiles,
             slots,
             pairs.shape[1],
-            len(table.tiles),
+            len(tiles),
             address,
             stride,
             WORD=_WORDS[table.word_bytes],

@@ -42,11 +42,13 @@ class TileTable:
     ``tiles``: int64 [n_tiles, TILE_FIELDS] on the device of the pool: address in slot 0 (bytes), and in words: slot
     stride, offset in the block, rows, run, row stride in the slot, row stride in the block.
     ``piece_starts``: int64 [n_pieces + 1]: where in it the tiles of each piece begin.
+    ``layer_starts``: where those of each layer begin, and the end.
     ``pool``: the tensors that the addresses point into, which live as long as the table.
     """
 
     tiles: torch.Tensor
     piece_starts: torch.Tensor
+    layer_starts: tuple[int, ...]
     slot_count: int
     word_bytes: int
     alignment: int  # in words, of every length in the table: what one load may take at once
@@ -58,6 +60,17 @@ class TileTable:
     def device(self) -> torch.device:
         """Where the pool is."""
         return self.tiles.device
+
+    @property
+    def layer_pieces(self) -> int:
+        """Pieces of each layer."""
+        return (len(self.piece_starts) - 1) // (len(self.layer_starts) - 1)
+
+    def tiles_of(self, layers: slice | None) -> torch.Tensor:
+        """The tiles of the layers ``[layers.start, layers.stop)``, or of all."""
+        if layers is None:
+            return self.tiles
+        return self.tiles[self.layer_starts[layers.start] : self.layer_starts[layers.stop]]
 
 
 class _Axis(NamedTuple):
@@ -78,9 +91,10 @@ class _Rows(NamedTuple):
     block_stride: int
 
 
-def cut_bytes(pieces: Sequence[Piece], blocks: torch.Tensor | None) -> TileTable:
+def cut_bytes(pieces: Sequence[Piece], blocks: torch.Tensor | None, *, layers: int) -> TileTable:
     """The table of a copy of bits: words as wide as every address, stride and length allows.
 
+    ``pieces``: layer by layer, equally many of each of the ``layers``.
     ``blocks`` [n_blocks, ...]: elements as those of the pieces, or bytes; None where no block takes part. Blocks that
     are copied to or from later must be aligned as these are. Raises ValueError for pieces that do not go together.
     """
@@ -89,20 +103,22 @@ def cut_bytes(pieces: Sequence[Piece], blocks: torch.Tensor | None) -> TileTable
     alignment_bytes = math.gcd(_ALIGNMENT_BYTES_MAX, *begins, *_lengths(rows))
     word_bytes = min(alignment_bytes, _WORD_BYTES_MAX)
     scaled = [[_in_words(row, word_bytes) for row in group] for group in rows]
-    return _table(pieces, scaled, word_bytes=word_bytes, alignment=alignment_bytes // word_bytes)
+    return _table(pieces, scaled, word_bytes=word_bytes, alignment=alignment_bytes // word_bytes, layers=layers)
 
 
-def cut_elements(pieces: Sequence[Piece], blocks: torch.Tensor) -> TileTable:
+def cut_elements(pieces: Sequence[Piece], blocks: torch.Tensor, *, layers: int) -> TileTable:
     """The table of a copy that converts: words are elements, of the pieces here and of one byte in ``blocks``."""
     element_bytes = pieces[0].slots.element_size()
     rows = [list(_rows(piece, units=1)) for piece in pieces]
     in_elements = [[row._replace(address=row.address // element_bytes) for row in group] for group in rows]
     alignment_max = _ALIGNMENT_BYTES_MAX // element_bytes
     alignment = math.gcd(alignment_max, blocks.data_ptr(), blocks.stride(0), *_lengths(in_elements))
-    return _table(pieces, rows, word_bytes=element_bytes, alignment=alignment)
+    return _table(pieces, rows, word_bytes=element_bytes, alignment=alignment, layers=layers)
 
 
-def _table(pieces: Sequence[Piece], rows: Sequence[Sequence[_Rows]], *, word_bytes: int, alignment: int) -> TileTable:
+def _table(
+    pieces: Sequence[Piece], rows: Sequence[Sequence[_Rows]], *, word_bytes: int, alignment: int, layers: int
+) -> TileTable:
     pool = tuple(piece.slots for piece in pieces)
     if not pool:
         raise ValueError("a pool needs at least one layer")
@@ -115,10 +131,11 @@ def _table(pieces: Sequence[Piece], rows: Sequence[Sequence[_Rows]], *, word_byt
     tiles = [
         [tile for row in group for tile in _tiles(row, tile_rows, tile_run, word_bytes=word_bytes)] for group in rows
     ]
-    starts = itertools.accumulate((len(group) for group in tiles), initial=0)
+    starts = [*itertools.accumulate((len(group) for group in tiles), initial=0)]
     return TileTable(
         tiles=_int64([*itertools.chain(*tiles)], device).view(-1, TILE_FIELDS),
-        piece_starts=_int64([*starts], device),
+        piece_starts=_int64(starts, device),
+        layer_starts=tuple(starts[:: len(pieces) // layers]),
         slot_count=slot_count,
         word_bytes=word_bytes,
         alignment=alignment,

@@ -157,6 +157,10 @@ class RankWorker:
         finally:
             self._order.end()
 
+    def wait_layer(self, layer: int) -> None:
+        """See ``HiCache.wait_layer``; needed in every step where the leader is ``layerwise``."""
+        self._executor.wait_layer(layer)
+
     def wait(self, timeout_s: float | None = None) -> str | None:
         """Wait until it is over: the reason, or None when it is not over by then."""
         return self._reason if self._is_over.wait(timeout_s) else None

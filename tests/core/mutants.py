@@ -128,14 +128,17 @@ MUTANTS = (
         Loader._emit,
         "self._index.pin(copy.source)",
         "pass",
-        Edit(Loader._copied, "self._index.unpin(copy.source)", "pass"),
+        Edit(Loader._end, "self._index.unpin(copy.source)", "pass"),
     ),
     mutant(
         "where a copy goes is not held",
         Loader._emit,
         "pools[copy.part[1]].hold(copy.target)",
         "pass",
-        Edit(Loader._copied, "self._index.release(Tier.L1, copy.part[1], [copy.target])", "pass"),
+        Edit(Loader._end, "self._index.release(Tier.L1, copy.part[1], [copy.target])", "pass"),
+    ),
+    mutant(
+        "a load by layer lets go of its slots before it has arrived", Loader._copied, "if load.in_flight:", "if False:"
     ),
     mutant("a load whose copies failed is taken for whole", Loader._copied, "elif load.failed:", "elif False:"),
     mutant(

@@ -30,6 +30,7 @@ class Setup:
     policy: str
     snapshot_policy: SnapshotPolicy
     double_buffering: bool
+    layerwise: bool
     prefetch_l2_share: float
     store_l2_share: float
     job_items_max: int
@@ -58,11 +59,12 @@ class Setup:
                 state_interval_tokens=rng.choice([None, PAGE, 3, 2 * PAGE]),
                 cap_per_path=rng.choice([None, 1, 2, 4]),
             ),
-            double_buffering=rng.random() < 0.5,
+            double_buffering=(ways := rng.randrange(4)) < 2,
             prefetch_l2_share=rng.choice(SHARES),
             store_l2_share=rng.choice(SHARES),
             job_items_max=rng.choice([1, 2, 16]),
             seconds_per_request=rng.choice([0.0, 25.0, 100.0]),
+            layerwise=ways % 2 == 1,
         )
 
     def world(self) -> World:
@@ -84,6 +86,7 @@ class Setup:
             prefetch_l2_share=self.prefetch_l2_share,
             store_l2_share=self.store_l2_share,
             double_buffering=self.double_buffering,
+            layerwise=self.layerwise,
         )
 
     @property
@@ -97,6 +100,7 @@ class Setup:
         yield "tiers.3" if self.has_l3 else "tiers.2" if self.l2 else "tiers.1"
         yield f"states.{len(states)}"
         yield f"double_buffering.{bool(states and self.double_buffering)}"
+        yield f"layerwise.{self.layerwise}"
         yield f"cap.{self.snapshot_policy.cap_per_path}"
         yield from ("window" for group in paged if group.window_tokens)
         yield from ("latent" for group in paged if group.planes == 1)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from hicache.directory import Directory
-from hicache.jobs import Completion, CopyItem, CopyJob, CopyKind, FetchJob, Job, LookupJob, StoreJob
+from hicache.jobs import Completion, CopyItem, CopyJob, CopyKind, FetchJob, Job, LookupJob, StoreJob, TransferItem
 from hicache.outcome import Outcome
 from hicache.spec import CacheSpec, PagedGroup
 
@@ -54,13 +54,16 @@ class SimulatedExecutor:
     """Every rank has memory of its own; L3 is a dict from (key, group, rank) to value.
 
     A task may touch its sources and targets at any moment until it is done: targets hold garbage from the first moment
-    on, and sources must be unchanged at the last one. A rank does nothing for the groups that its stage lacks, and that
-    goes well. Latents are the same on all ranks: the first one stores them, and all read what it has stored.
+    on, and sources must be unchanged at the last one. What is loaded by layer is there for compute when the load is
+    done, but nobody may write where it comes from or goes to until it has arrived. A rank does nothing for the groups
+    that its stage lacks, and that goes well. Latents are the same on all ranks: the first one stores them, and all read
+    what it has stored.
     """
 
     def __init__(
         self, spec: CacheSpec, directory: Directory, *, ranks: int = 1, lacks: tuple[frozenset[int], ...] = ()
     ) -> None:
+        self.spec = spec
         self.directory = directory
         self.ranks = [Rank([{} for _ in spec.groups], [{} for _ in spec.groups]) for _ in range(ranks)]
         self.lacks = lacks or (frozenset[int](),) * ranks  # by rank: groups that its stage has no layer of
@@ -73,6 +76,7 @@ class SimulatedExecutor:
         self.left = list(range(ranks))  # ranks that are not lost
         self.waiting: list[Task] = []
         self.done: list[Task] = []
+        self.in_flight: list[tuple[int, tuple[CopyItem, ...]]] = []  # by rank, what was loaded by layer
 
     @property
     def l1(self) -> Slots:
@@ -86,6 +90,9 @@ class SimulatedExecutor:
 
     def compute(self, group: int, slot: int, value: object) -> None:
         """The model writes into a slot of L1, on every rank."""
+        if isinstance(self.spec.groups[group], PagedGroup):  # what it has been given is complete: states are not
+            taken = {(item.group, item.target) for _, items in self.in_flight for item in items}
+            assert (group, slot) not in taken, "a page is written to that is in flight"
         for rank in self.ranks:
             rank.l1[group][slot] = value
 
@@ -152,6 +159,10 @@ class SimulatedExecutor:
         task = self.waiting.pop(position)
         outcomes = self._outcomes(task, fault)
         self.done.append(task)
+        if isinstance(task.job, CopyJob) and task.job.by_layer:
+            self.in_flight.append((task.rank, task.job.items))
+        elif isinstance(task.job, CopyJob) and task.job.kind is CopyKind.ARRIVE:
+            self.in_flight.remove((task.rank, task.job.items))
         self.directory.complete(Completion(task.job.job_id, outcomes), rank=task.rank)
         self.collect()
         return task.job
@@ -204,7 +215,10 @@ class SimulatedExecutor:
             if home == task.rank and fault in (None, Outcome.DEADLINE):  # what came too late has come
                 self._put(stored.block_key, stored.group, home, value)
             return fault or Outcome.OK
-        self._target(rank, job)[job.items[position].group][job.items[position].target] = GARBAGE if fault else value
+        target = self._target(rank, job)[job.items[position].group]
+        if job.kind is CopyKind.ARRIVE:
+            return Outcome.OK
+        target[job.items[position].target] = GARBAGE if fault else value
         return fault or Outcome.OK
 
     def _source(self, rank: int, job: Job, item: object) -> object:
@@ -221,18 +235,33 @@ class SimulatedExecutor:
                 return EMPTY
             case CopyJob(kind=CopyKind.CLEAR):
                 return CLEAR
-            case CopyJob(kind=CopyKind.LOAD):
+            case CopyJob(kind=CopyKind.LOAD | CopyKind.ARRIVE):
                 return memory.l2[item.group].get(item.source, GARBAGE)  # type: ignore[attr-defined]
         return memory.l1[item.group].get(item.source, GARBAGE)  # type: ignore[attr-defined]
 
     def _poison_targets(self, rank: int, job: Job) -> None:
         memory = self.ranks[rank]
         for item in job.items:
+            self._check_target(rank, job, item)
             if isinstance(job, FetchJob):
                 memory.l2[item.group][item.slot] = GARBAGE  # type: ignore[union-attr]
-            elif isinstance(job, CopyJob):
+            elif isinstance(job, CopyJob) and job.kind is not CopyKind.ARRIVE:
                 assert isinstance(item, CopyItem)
                 self._target(memory, job)[item.group][item.target] = GARBAGE
+
+    def _check_target(self, rank: int, job: Job, item: object) -> None:
+        """Nobody writes where a load comes from, or goes to, while that is in flight."""
+        if isinstance(item, TransferItem):
+            if not isinstance(job, FetchJob):
+                return
+            is_below, slot = True, item.slot
+        elif isinstance(item, CopyItem) and isinstance(job, CopyJob) and job.kind is not CopyKind.ARRIVE:
+            is_below, slot = job.kind is CopyKind.BACKUP, item.target
+        else:
+            return
+        for _, loaded in (load for load in self.in_flight if load[0] == rank):
+            for moved in loaded:
+                assert (moved.group, moved.source if is_below else moved.target) != (item.group, slot), "in flight"
 
     @staticmethod
     def _target(memory: Rank, job: CopyJob) -> Slots:

@@ -56,7 +56,9 @@ REACHED = {  # by name, at least so often
     **{f"tiers.{count}": 2 for count in (1, 2, 3)},
     **{f"states.{count}": 3 for count in (0, 1, 2)},
     **{f"cap.{cap}": 3 for cap in (None, 1, 2, 4)},
-    **dict.fromkeys(("l1.fixed", "l1.arena", "double_buffering.True", "window", "latent", "no full attention"), 4),
+    **dict.fromkeys(
+        ("l1.fixed", "l1.arena", "double_buffering.True", "layerwise.True", "window", "latent", "no full attention"), 4
+    ),
     **dict.fromkeys(("stages", "rank.lost", "clear.fault", "restore.fault", "release.donated", "release.awaited"), 2),
     **{f"{leg}.ok": 10 for leg in LEGS},
     **{f"{leg}.fault": 4 for leg in LEGS if leg not in ("clear", "restore")},

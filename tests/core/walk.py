@@ -235,7 +235,7 @@ MOVES: dict[Callable[[Walk], None], float] = {  # and how often, in the random w
     serve: 1.5,
     another_engine_stores: 1,
     restore_what_another_engine_stored: 3,
-    two_requests_want_what_another_engine_stored: 4,
+    two_requests_want_what_another_engine_stored: 5,
     all_tasks_are_done: 2,
     l3_forgets: 1,
     a_rank_dies: 0.5,

@@ -121,9 +121,9 @@ class FaultyCopies:
         self._enter("backup", group, targets)
         self.inner.backup(group, sources, targets)
 
-    def load(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
+    def load(self, group: int, sources: Sequence[int], targets: Sequence[int], *, layers: slice | None = None) -> None:
         self._enter("load", group, targets)
-        self.inner.load(group, sources, targets)
+        self.inner.load(group, sources, targets, layers=layers)
 
     def snapshot(self, group: int, sources: Sequence[int], targets: Sequence[int]) -> None:
         self._enter("snapshot", group, targets)

@@ -32,7 +32,7 @@ class CudaDouble:
     def Stream(self, device: torch.device) -> _Stream:
         return _Stream(self, next(self._names))
 
-    def Event(self) -> _Event:
+    def Event(self, *, blocking: bool = False) -> _Event:
         return _Event(self, next(self._events))
 
     def current_stream(self, device: torch.device) -> _Stream:
@@ -130,7 +130,7 @@ def test_copies_of_another_thread_keep_their_place_in_the_stream_that_computes(
         cuda.launch("write state")
 
     def between_steps() -> None:
-        order.run_in_compute(lambda: cuda.launch("copy state"))
+        order.run_in_compute(lambda: cuda.launch("copy state"), after_loads=True)
         order.run_after(order.mark(), lambda: cuda.launch("read copy"))
         order.run_before_compute(lambda: cuda.launch("write page"))
 

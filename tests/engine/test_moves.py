@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -11,7 +10,8 @@ import torch
 
 from hicache.copies import PoolCopies
 from hicache.errors import ConfigError
-from hicache.moves import DIRECT, REFERENCE, Moves, choose_moves, fastest
+from hicache.kernels import direct
+from hicache.moves import DIRECT, REFERENCE, Moves, choose_moves, fastest, plain_moves
 from hicache.pools import L1Pool, L2Pool
 from tests.engine.specs import as_bytes, fill_with_noise, hybrid_spec
 
@@ -25,13 +25,22 @@ def nothing_is_measured_yet() -> Iterator[None]:
     fastest.cache_clear()
 
 
-def noting(name: str, seen: list[str], copy: Callable[..., None]) -> Moves:
-    def call(*arguments: Any, **slots: Any) -> None:
-        seen.append(name)
-        copy(*arguments, **slots)
+class Functions:
+    """Those of ``direct``, but for one."""
 
-    functions = {field.name: getattr(DIRECT, field.name) for field in dataclasses.fields(Moves)}
-    return Moves(**{**functions, "name": name, "gather_pages": call})
+    def __init__(self, name: str, seen: list[str], gather_pages: Callable[..., None]) -> None:
+        def call(*arguments: Any, **slots: Any) -> None:
+            seen.append(name)
+            gather_pages(*arguments, **slots)
+
+        self.gather_pages = call
+        self.scatter_pages = direct.scatter_pages
+        self.gather_states = direct.gather_states
+        self.scatter_states = direct.scatter_states
+
+
+def noting(name: str, seen: list[str], gather_pages: Callable[..., None]) -> Moves:
+    return plain_moves(name, Functions(name, seen, gather_pages))
 
 
 def test_the_fastest_is_chosen_and_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -42,10 +51,10 @@ def test_the_fastest_is_chosen_and_measured_once(monkeypatch: pytest.MonkeyPatch
     def slowly(*arguments: Any, **slots: Any) -> None:
         nonlocal now_s
         now_s += 1.0
-        DIRECT.gather_pages(*arguments, **slots)
+        direct.gather_pages(*arguments, **slots)
 
     monkeypatch.setattr("hicache.moves.time.perf_counter", lambda: now_s)
-    slow, quick = noting("slow", seen, slowly), noting("quick", seen, DIRECT.gather_pages)
+    slow, quick = noting("slow", seen, slowly), noting("quick", seen, direct.gather_pages)
     assert fastest((slow, quick), run_bytes=4096, by_layer=False, device=CPU) is quick
     seen.clear()
     assert fastest((slow, quick), run_bytes=4096, by_layer=False, device=CPU) is quick
@@ -62,8 +71,18 @@ def move_nothing(*arguments: Any, **slots: Any) -> None:
     return
 
 
+def move_to_the_next(pool: Any, pages: torch.Tensor, *, sources: list[int], targets: list[int]) -> None:
+    """Every byte is copied, to a page that it does not belong to."""
+    direct.gather_pages(pool, pages, sources=sources, targets=[*targets[1:], targets[0]])
+
+
 @pytest.mark.parametrize(
-    ("copy", "message"), [(raise_error, "cannot open shared object file"), (move_nothing, "it moved wrong bytes")]
+    ("copy", "message"),
+    [
+        (raise_error, "cannot open shared object file"),
+        (move_nothing, "it moved wrong bytes"),
+        (move_to_the_next, "it moved wrong bytes"),
+    ],
 )
 def test_br_050_a_back_end_that_does_not_work_here_is_left_out_and_named(
     copy: Callable[..., None], message: str, caplog: pytest.LogCaptureFixture

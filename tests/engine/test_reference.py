@@ -149,8 +149,8 @@ def test_a_latent_of_one_plane_arrives() -> None:
     assert_gathers_and_scatters(pool, planes=1, inner=(4, 1, 33), dtype=torch.float8_e4m3fn)
 
 
-def test_pages_with_padding_between_them_leave_the_padding_alone() -> None:
-    """BR-013: 4096 x k + 132 bytes a page, in slots that are rounded up."""
+def test_br_013_pages_with_padding_between_them_leave_the_padding_alone() -> None:
+    """4096 x k + 132 bytes a page, in slots that are rounded up."""
     page_bytes, stride = 4096 + 132, 8192
     memory = torch.full((SLOTS, stride), POISON, dtype=torch.uint8)
     pages = memory[:, :page_bytes].view(torch.bfloat16).view(SLOTS, 1, 1, 1, 1, page_bytes // 2)

@@ -12,7 +12,7 @@ DEVICE = "cpu" if os.environ["TRITON_INTERPRET"] == "1" else "cuda"
 
 def memory_of(tensor: torch.Tensor) -> torch.Tensor:
     """All bytes of the memory that a tensor lies in, on the CPU, after everything that was enqueued."""
-    if tensor.is_cuda:
+    if DEVICE == "cuda":  # pinned memory, too, is written when the kernels have come to it
         torch.cuda.synchronize()
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage()).cpu()
 

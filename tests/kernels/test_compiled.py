@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
-from hicache.kernels.fp8_pages import _dequantise_kernel, _quantise_kernel
+from hicache.kernels.fp8_pages import _convert_kernel
 from hicache.kernels.tile_copies import OPTIONS, _copy_tiles_kernel
 from hicache.kernels.tiles import TILE_FIELDS
 
@@ -40,8 +40,8 @@ def ptx(kernel, constants, *, rows, run):
 print(json.dumps({
     "one run": ptx(_copy_tiles_kernel, SCATTER, rows=1, run=2048),
     "rows": ptx(_copy_tiles_kernel, GATHER, rows=16, run=128),
-    "quantise": ptx(_quantise_kernel, FLOAT8, rows=1, run=8192),
-    "dequantise": ptx(_dequantise_kernel, FLOAT8, rows=1, run=8192),
+    "quantise": ptx(_convert_kernel, {**FLOAT8, "QUANTISES": True}, rows=1, run=8192),
+    "dequantise": ptx(_convert_kernel, {**FLOAT8, "QUANTISES": False}, rows=1, run=8192),
 }))
 """
 

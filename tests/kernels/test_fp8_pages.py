@@ -10,9 +10,8 @@ import pytest
 import torch
 
 from hicache import HiCache, PrefetchPolicy
-from hicache.copies import Copies, PoolCopies
+from hicache.copies import PoolCopies
 from hicache.errors import SpecError
-from hicache.kernel_copies import KernelCopies
 from hicache.kernels.fp8_pages import dequantise_tiles, quantise_tiles, quantised_table
 from hicache.kernels.legs import PagedPool
 from hicache.kernels.quantised_reference import dequantise_pages, dequantised, quantise_pages, quantised
@@ -104,16 +103,18 @@ def quantised_spec(**settings: object) -> CacheSpec:
     return CacheSpec("test", "1", (dataclasses.replace(group, **settings),), page_tokens=4, tp_lcm=2)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("kind", [PoolCopies, KernelCopies])
-def test_pages_go_down_in_half_the_bytes_and_come_back(kind: Callable[..., Copies]) -> None:
+@pytest.mark.parametrize("by_layer", [False, True])
+@pytest.mark.parametrize("setting", ["reference", "kernel"])
+def test_pages_go_down_in_half_the_bytes_and_come_back(setting: str, by_layer: bool) -> None:
     """Two shards, each with scales of its own behind its payload, and nothing behind these."""
     spec = quantised_spec()
     assert spec.shard_bytes(0, 0) == 2 * 2 * (4 * 2 * 8 + 4)
     l1, l2 = L1Pool(spec, pages=3, device=DEVICE), L2Pool(spec, (8,), device=DEVICE)
     l1.paged[0][:, 1] = torch.randn(l1.paged[0][:, 1].shape)
-    copies = kind(l1, l2)
+    copies = PoolCopies(l1, l2, setting=setting)
     copies.backup(0, [1], [7])
-    copies.load(0, [7], [2])
+    for layers in [slice(1, 2), slice(0, 1)] if by_layer else [None]:
+        copies.load(0, [7], [2], layers=layers)
     memory_of(l1.paged[0])
     for part in range(2):
         heads = l1.paged[0][:, 1].cpu()[..., 2 * part : 2 * part + 2, :].unsqueeze(0)

@@ -71,8 +71,8 @@ def test_rows_of_mla_arrive_in_16_byte_loads(
     assert_equals_reference(pool, pages, sources=[2], targets=[1])
 
 
-def test_pages_with_padding_between_them_leave_the_padding_alone() -> None:
-    """BR-013: 4096 x k + 132 bytes a page, in slots that are rounded up; 16-byte words would overrun each page."""
+def test_br_013_pages_with_padding_between_them_leave_the_padding_alone() -> None:
+    """4096 x k + 132 bytes a page, in slots that are rounded up; 16-byte words would overrun each page."""
     memory = torch.full((SLOTS, 8192), POISON, dtype=torch.uint8)
     pages = memory[:, : 4096 + 132].view(torch.bfloat16).view(SLOTS, 1, 1, 1, 1, 2114)
     assert_equals_reference(noisy(1, PAGES, 1, 1, 1, 2114, dtype=torch.bfloat16), pages, sources=[6, 2], targets=[5, 0])

@@ -50,6 +50,27 @@ def test_a_replica_restores_from_l3_what_another_one_has_stored(shape: str, make
     assert not stats.ranks_lost
 
 
+def wait_for_all_layers(rank: HiCache | RankWorker) -> None:
+    """Runs on every rank: those of its own stage, and one that it lacks."""
+    own = {layer for group in rank.l1.rank.groups if group is not None for layer in group.layers}
+    for layer in own:
+        rank.wait_layer(layer)
+    with pytest.raises(UsageError, match="layer 1000 is in no group"):
+        rank.wait_layer(1000)
+
+
+@pytest.mark.parametrize("leads_only", [False, True], ids=["leader with a rank", "leader without one"])
+def test_ranks_load_by_layer_as_their_leader_says(make: MakeReplica, tmp_path: Path, *, leads_only: bool) -> None:
+    l3 = f"file://{tmp_path}/l3?shared=1"
+    for is_first in (True, False):
+        replica = make(SHAPES["PP2"], l3=l3, layerwise=True, leads_only=leads_only)
+        restored = replica.serve(prompt(5))
+        assert restored.by_source["computed" if is_first else "l3"] >= 5 * PAGE
+        replica.on_all(wait_for_all_layers)
+        replica.settle()  # with every arrival: nothing is held
+        replica.close()
+
+
 def test_what_tp2_has_stored_in_hicached_serves_tp1_and_tp4_of_the_same_deployment(
     make: MakeReplica, tmp_path: Path
 ) -> None:
