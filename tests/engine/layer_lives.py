@@ -59,7 +59,7 @@ class LayerLife:
         def executor(*pools: Any, **settings: Any) -> Executor:
             return Executor(*pools, **{**settings, "copies": copies}, order=order(DEVICE, self.cuda))
 
-        with patch("hicache.cache.Executor", executor):
+        with patch("hicache.replica.Executor", executor):
             self.cache = HiCache(
                 SPEC,
                 l1=self.l1,
