@@ -64,6 +64,7 @@ def test_every_call_of_a_request_is_documented() -> None:
         "extend",
         "next_state_stop",
         "append",
+        "wait_layer",
         "state_moved",
         "store",
         "wait_stored",
