@@ -1,0 +1,133 @@
+"""An infeasible request: what stands in its way, and the settings nearest to it that can be served."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+from hicache.errors import ConfigError
+from hicache.plan.capacity import work_out
+from hicache.plan.lengths import LengthMix
+from hicache.plan.ratio import solve
+from hicache.plan.settings import Settings
+
+CHANGES_MAX = 3  # settings that one proposal changes
+PROPOSALS_MAX = 4
+GPUS_MAX = 1024
+LENGTH_STEPS = 20
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """Settings that can be served: what is changed, as flags of `hicache plan`, and how many requests run then."""
+
+    changes: tuple[str, ...]
+    requests: int
+
+
+def wanted(settings: Settings) -> int:
+    """Requests that one DP rank has to run beside each other for what was asked; at least 1."""
+    return max(1, -(-(settings.concurrency or 1) // settings.dp))
+
+
+def is_feasible(settings: Settings) -> bool:
+    """Whether as many requests run as were asked for, of the lengths that were asked for."""
+    return work_out(settings).concurrent_requests >= wanted(settings)
+
+
+def nearest(settings: Settings) -> list[Proposal]:
+    """Proposals, fewest changes first: the same request under other settings, then less of it under the same."""
+    return [*itertools.islice(_other_settings(settings), PROPOSALS_MAX), *_smaller_requests(settings)]
+
+
+def _other_settings(settings: Settings) -> Iterator[Proposal]:
+    changes = _changes(settings)
+    found: list[frozenset[str]] = []
+    for count in range(1, CHANGES_MAX + 1):
+        for chosen in itertools.combinations(changes, count):
+            labels = frozenset(label for label, _ in chosen)
+            fields: dict[str, Any] = {name: value for _, change in chosen for name, value in change.items()}
+            if sum(len(change) for _, change in chosen) > len(fields) or any(less <= labels for less in found):
+                continue  # two changes of one setting, or more than what is enough
+            changed = _tried(settings, fields)
+            if changed is not None:
+                found.append(labels)
+                flags, requests = changed
+                yield Proposal((*(label for label, _ in chosen), *flags), requests)
+
+
+def _tried(settings: Settings, fields: dict[str, Any]) -> tuple[tuple[str, ...], int] | None:
+    """Further flags and the requests that run, where these fields make the request feasible."""
+    try:
+        changed = replace(settings, **fields)
+    except ConfigError:  # this model cannot be cut so
+        return None
+    requests = work_out(changed).concurrent_requests
+    if requests >= wanted(changed):
+        return (), requests * changed.dp
+    solved = solve(changed)
+    if solved is None or solved.requests < wanted(changed) or fields.get("ratio") is not None:
+        return None
+    return (f"--ratio {solved.ratio:g}",), solved.requests * changed.dp
+
+
+def _changes(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
+    """What could be changed, cheapest first: settings, then precision, then hardware."""
+    changes: list[tuple[str, dict[str, Any]]] = []
+    if settings.model.recurrence and settings.engine == "sglang":
+        solved = solve(settings)
+        if solved is not None and solved.ratio != settings.ratio:
+            changes.append((f"--ratio {solved.ratio:g}", {"ratio": solved.ratio, "state_slots": None}))
+        if settings.radix_cache and settings.strategy != "extra_buffer_lazy" and settings.overlap:
+            changes.append(("--strategy extra_buffer_lazy", {"strategy": "extra_buffer_lazy"}))
+        if settings.radix_cache and not settings.skip_decode_lock:
+            changes.append(("--skip-decode-lock", {"skip_decode_lock": True}))
+        if settings.draft_tokens > 1 and not settings.replay_ring:
+            changes.append(("--replay-ring", {"replay_ring": True}))
+    if settings.max_running_requests is not None and settings.concurrency:
+        if settings.max_running_requests < settings.concurrency:
+            label = f"--max-running-requests {settings.concurrency}"
+            changes.append((label, {"max_running_requests": settings.concurrency}))
+    if settings.model.recurrence and settings.state_dtype == "float32":
+        changes.append(("--state-dtype bfloat16", {"state_dtype": "bfloat16"}))
+    if settings.kv_dtype in ("bfloat16", "float16", "float32"):
+        changes.append(("--kv-dtype fp8_e4m3", {"kv_dtype": "fp8_e4m3"}))
+    if settings.dcp < settings.tp and settings.engine == "sglang" and not settings.model.window_attention:
+        changes.append((f"--dcp {settings.tp}", {"dcp": settings.tp}))
+    for factor in (2, 4, 8):
+        if settings.gpus * factor <= GPUS_MAX:
+            changes.append((f"--tp {settings.tp * factor}", {"tp": settings.tp * factor}))
+    for factor in (2, 4, 8):
+        if settings.gpus * factor <= GPUS_MAX:
+            changes.append((f"--pp {settings.pp * factor}", {"pp": settings.pp * factor}))
+    return changes
+
+
+def _smaller_requests(settings: Settings) -> Iterator[Proposal]:
+    solved = solve(settings)
+    ratio = () if solved is None else (f"--ratio {solved.ratio:g}",)
+    most = max(work_out(settings).concurrent_requests, solved.requests if solved else 0)
+    if most:
+        yield Proposal((f"--concurrency {most * settings.dp}", *ratio), most * settings.dp)
+    factor = _longest_factor(settings)
+    if factor:
+        lengths = settings.lengths.scaled(factor)
+        label = f"prompts of at most {max(i for i, _, _ in lengths.requests)} tokens"
+        found = _tried(settings, {"lengths": lengths})
+        if found is not None:
+            yield Proposal((label, *found[0]), found[1])
+
+
+def _longest_factor(settings: Settings) -> float:
+    """The largest share of the lengths at which the request can be served; 0 where there is none."""
+    low, high = 0.0, 1.0
+    for _ in range(LENGTH_STEPS):
+        middle = (low + high) / 2
+        scaled: LengthMix = settings.lengths.scaled(middle)
+        if _tried(settings, {"lengths": scaled}) is None:
+            high = middle
+        else:
+            low = middle
+    return low
