@@ -49,7 +49,7 @@ def _read(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
 
 
 def text_lines(path: str | Path) -> Iterator[str]:
-    """The lines of a file that is plain, or packed as its name ends: .zst or .gz. Raises what opening and unpacking do."""
+    """The lines of a file, plain or packed: .zst or .gz. Raises what opening and unpacking do."""
     with open(path, "rb") as file:
         raw: io.IOBase | IO[bytes] = file
         if str(path).endswith(".zst"):

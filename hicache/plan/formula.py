@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, Literal, TypeAlias
 
@@ -28,24 +28,37 @@ class Formula:
     unit: str
     scope: Scope
     source: str
+    names: frozenset[str] = field(init=False)  # the numbers that it needs
 
-    @property
-    def names(self) -> frozenset[str]:
-        """The numbers that it needs."""
-        return frozenset(_NAME.findall(self.text)) - FUNCTIONS.keys()
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "names", frozenset(_NAME.findall(self.text)) - FUNCTIONS.keys())
 
 
 @dataclass(frozen=True, slots=True)
 class Figure:
-    """A number with its unit and scope, and where it comes from. ``numbers`` is the formula with its numbers in it."""
+    """A number, the formula that it comes from, and the numbers that went into it."""
 
     name: str
     value: Number
-    unit: str
-    scope: Scope
-    formula: str
-    numbers: str
-    source: str
+    formula: Formula
+    inputs: Mapping[str, Number]
+
+    @property
+    def numbers(self) -> str:
+        """The formula with its numbers in it."""
+        return _NAME.sub(lambda found: _shown(self.inputs.get(found[0], found[0])), self.formula.text)
+
+    def as_json(self) -> dict[str, Number | str]:
+        """What is known of it."""
+        formula = self.formula
+        return {
+            "value": self.value,
+            "unit": formula.unit,
+            "scope": formula.scope,
+            "formula": formula.text,
+            "numbers": self.numbers,
+            "source": formula.source,
+        }
 
 
 class Ledger(Mapping[str, Figure]):
@@ -54,24 +67,24 @@ class Ledger(Mapping[str, Figure]):
     def __init__(self) -> None:
         self._figures: dict[str, Figure] = {}
 
-    def work_out(self, formula: Formula, *, name: str | None = None, **numbers: Number) -> Any:
-        """The value of the formula, int or float as its text has it; kept under its figure's name, or ``name``.
+    def work_out(self, formula: Formula, /, **numbers: Number) -> Any:
+        """The value of the formula, int or float as its text has it; kept under its figure's name.
 
         Any, since the texts know no static types. Working out a figure anew replaces it.
         """
+        return self.work_out_as(formula.figure, formula, **numbers)
+
+    def work_out_as(self, name: str, formula: Formula, /, **numbers: Number) -> Any:
+        """As ``work_out``, kept under another name."""
         value = evaluate(formula, numbers)
-        name = name or formula.figure
-        shown = _NAME.sub(lambda found: _shown(numbers.get(found[0], found[0])), formula.text)
-        figure = Figure(name, value, formula.unit, formula.scope, formula.text, shown, formula.source)
         self._figures.pop(name, None)  # so that the order is that of the last time
-        self._figures[name] = figure
+        self._figures[name] = Figure(name, value, formula, numbers)
         return value
 
     def nothing(self, formula: Formula) -> None:
         """A figure of 0: the model has no such thing."""
-        self._figures[formula.figure] = Figure(
-            formula.figure, 0, formula.unit, formula.scope, "0", "0", "the model has no such thing"
-        )
+        absent = Formula(formula.figure, "0", formula.unit, formula.scope, "the model has no such thing")
+        self._figures[formula.figure] = Figure(formula.figure, 0, absent, {})
 
     def __getitem__(self, name: str) -> Figure:
         return self._figures[name]
@@ -96,4 +109,6 @@ def evaluate(formula: Formula, numbers: Mapping[str, Number]) -> Any:
 
 
 def _shown(value: Number | str) -> str:
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)  # the same number, and shorter
     return f"({value})" if isinstance(value, int | float) and value < 0 else str(value)

@@ -375,6 +375,13 @@ CHUNK_PER_DP = Formula(
 TIER_TOKENS = Formula(
     "tier_tokens", "tier_bytes // bytes_per_token", "tokens", "cluster", "every byte of a token, stored once"
 )
+L2_TOKENS = Formula(
+    "l2_tokens",
+    "min(page_slots * page_tokens, state_slots * snapshot_tokens) * dp",
+    "tokens",
+    "replica",
+    "hicache/sizing.py, l2_slot_counts: pages, and a snapshot of the state at the end of each prefill chunk",
+)
 WRITE_RATE = Formula(
     "write_bytes_per_s",
     "new_tokens_per_s * bytes_per_token * write_amplification",

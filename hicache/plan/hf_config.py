@@ -144,7 +144,9 @@ def _uniform_kind(text: Config) -> tuple[str, ...]:
         return (LINEAR, FULL)
     hints = [key for key in text if key.startswith(("mamba", "ssm_", "linear_", "lightning"))]
     if hints:
-        raise ConfigError("config", sorted(hints), "a list or a pattern of layers beside them: which ones are recurrent?")
+        raise ConfigError(
+            "config", sorted(hints), "a list or a pattern of layers beside them: which ones are recurrent?"
+        )
     windowed = text.get("sliding_window") and text.get("use_sliding_window", True)
     return (WINDOW,) if windowed else (FULL,)
 

@@ -59,18 +59,23 @@ def _other_settings(settings: Settings) -> Iterator[Proposal]:
 
 
 def _tried(settings: Settings, fields: dict[str, Any]) -> tuple[tuple[str, ...], int] | None:
-    """Further flags and the requests that run, where these fields make the request feasible."""
+    """Further flags and the requests that run, where these fields make the request feasible.
+
+    As they are, or with as many state slots as the requests take: if those do not leave enough for KV, no ratio does.
+    """
     try:
         changed = replace(settings, **fields)
     except ConfigError:  # this model cannot be cut so
         return None
-    requests = work_out(changed).concurrent_requests
-    if requests >= wanted(changed):
-        return (), requests * changed.dp
-    solved = solve(changed)
-    if solved is None or solved.requests < wanted(changed) or fields.get("ratio") is not None:
+    found = work_out(changed)
+    if found.concurrent_requests < wanted(changed) and changed.model.recurrence:
+        slots = wanted(changed) * found.pools.slots_per_request * changed.dp
+        found = work_out(replace(changed, state_slots=slots))
+        fields = {**fields, "state_slots": slots}
+    if found.concurrent_requests < wanted(changed):
         return None
-    return (f"--ratio {solved.ratio:g}",), solved.requests * changed.dp
+    flags = () if fields.get("state_slots") is None else (f"--state-slots {fields['state_slots']}",)
+    return flags, found.concurrent_requests * changed.dp
 
 
 def _changes(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
@@ -78,7 +83,7 @@ def _changes(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
     changes: list[tuple[str, dict[str, Any]]] = []
     if settings.model.recurrence and settings.engine == "sglang":
         solved = solve(settings)
-        if solved is not None and solved.ratio != settings.ratio:
+        if solved is not None:
             changes.append((f"--ratio {solved.ratio:g}", {"ratio": solved.ratio, "state_slots": None}))
         if settings.radix_cache and settings.strategy != "extra_buffer_lazy" and settings.overlap:
             changes.append(("--strategy extra_buffer_lazy", {"strategy": "extra_buffer_lazy"}))
@@ -86,10 +91,9 @@ def _changes(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
             changes.append(("--skip-decode-lock", {"skip_decode_lock": True}))
         if settings.draft_tokens > 1 and not settings.replay_ring:
             changes.append(("--replay-ring", {"replay_ring": True}))
-    if settings.max_running_requests is not None and settings.concurrency:
-        if settings.max_running_requests < settings.concurrency:
-            label = f"--max-running-requests {settings.concurrency}"
-            changes.append((label, {"max_running_requests": settings.concurrency}))
+    limit, asked = settings.max_running_requests, settings.concurrency or 0
+    if limit is not None and limit < asked:
+        changes.append((f"--max-running-requests {asked}", {"max_running_requests": asked}))
     if settings.model.recurrence and settings.state_dtype == "float32":
         changes.append(("--state-dtype bfloat16", {"state_dtype": "bfloat16"}))
     if settings.kv_dtype in ("bfloat16", "float16", "float32"):

@@ -65,7 +65,7 @@ class Plan:
             "proposals": [_fields(proposal) for proposal in self.proposals],
             "tiers": self.tiers.as_json(),
             "warnings": self.warnings,
-            "figures": {name: _fields(figure) for name, figure in self.ledger.items()},
+            "figures": {name: figure.as_json() for name, figure in self.ledger.items()},
         }
 
 
@@ -114,9 +114,7 @@ def _always_there(ledger: Ledger) -> None:
 def _of_a_request(settings: Settings, capacity: Capacity, ledger: Ledger) -> None:
     """What a request of the mean length takes, on a rank and on all ranks that keep a part of it."""
     mean, _ = settings.lengths.held_tokens(page_tokens=settings.page_tokens)
-    kv = ledger.work_out(
-        formulas.REQUEST_KV, tokens=round(mean), bytes_per_token=capacity.kv.bytes_per_token
-    )
+    kv = ledger.work_out(formulas.REQUEST_KV, tokens=round(mean), bytes_per_token=capacity.kv.bytes_per_token)
     state = ledger.work_out(
         formulas.REQUEST_STATE,
         slots_per_request=capacity.pools.slots_per_request if capacity.state.slot_bytes else 0,

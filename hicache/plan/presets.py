@@ -11,7 +11,7 @@ from hicache.plan.model import ModelShape, Weights
 
 
 def _kda(layer_count: int, last: int, heads: int, head_dim: int) -> dict[str, Any]:
-    """Kimi's pattern, layers counted from 1: the fourth of every four is attention, and so is what is behind ``last``."""
+    """Kimi's pattern, counted from 1: the fourth of every four is attention, and so is what is behind ``last``."""
     kda = [layer for layer in range(1, layer_count + 1) if layer % 4 and layer <= last]
     return {"kda_layers": kda, "num_heads": heads, "head_dim": head_dim, "short_conv_kernel_size": 4}
 

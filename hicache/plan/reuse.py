@@ -1,4 +1,4 @@
-"""What a trace reuses: the share of prompt tokens that a cache with a TTL finds, and what that cache holds meanwhile."""
+"""What a trace reuses: the share of prompt tokens that a cache with a TTL finds, and what it holds meanwhile."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from hicache.plan.formula import Ledger
 from hicache.plan.model import Attention, Recurrence, heads_on_rank, pipeline_stages, stage_counts
 from hicache.plan.settings import Settings
 
+
 @dataclass(frozen=True, slots=True)
 class StateSizes:
     """Bytes of the recurrent state: of a slot over all stages, and what the largest stage has of it."""
@@ -110,7 +111,7 @@ def _cells(settings: Settings, attention: tuple[Attention, ...], ledger: Ledger,
     layers = max(stage_counts(group.layers, stages))
     prefix = "" if kind == "full" else f"{kind}_"
     row: int = kv_row_bytes(settings, group, ledger, prefix=prefix)
-    cell = ledger.work_out(formulas.KV_CELL, name=f"{prefix}kv_cell_bytes", layers=layers, row_bytes=row)
+    cell = ledger.work_out_as(f"{prefix}kv_cell_bytes", formulas.KV_CELL, layers=layers, row_bytes=row)
     index = 0
     if group.index_dim:
         index = layers * ledger.work_out(formulas.INDEX_ROW, index_dim=group.index_dim)
@@ -123,21 +124,21 @@ def kv_row_bytes(settings: Settings, attention: Attention, ledger: Ledger, *, pr
     if attention.is_mla:
         dims = {"latent_dim": attention.latent_dim, "rope_dim": attention.rope_dim}
         if settings.kv_dtype == "fp8_ds_mla":
-            return int(ledger.work_out(formulas.MLA_ROW_PACKED, name=name, **dims))
+            return int(ledger.work_out_as(name, formulas.MLA_ROW_PACKED, **dims))
         if element_bytes is None:
-            return int(ledger.work_out(formulas.MLA_ROW_FP4, name=name, **dims))
-        return int(ledger.work_out(formulas.MLA_ROW, name=name, element_bytes=element_bytes, **dims))
-    heads = ledger.work_out(
+            return int(ledger.work_out_as(name, formulas.MLA_ROW_FP4, **dims))
+        return int(ledger.work_out_as(name, formulas.MLA_ROW, element_bytes=element_bytes, **dims))
+    heads = ledger.work_out_as(
+        f"{prefix}kv_heads_per_rank",
         formulas.KV_HEADS,
-        name=f"{prefix}kv_heads_per_rank",
         kv_heads=attention.kv_heads,
         tp=settings.tp,
         dcp=settings.dcp,
     )
     dims = {"heads_per_rank": heads, "head_dim": attention.head_dim, "v_head_dim": attention.v_head_dim}
     if element_bytes is None:
-        return int(ledger.work_out(formulas.GQA_ROW_FP4, name=name, **dims))
-    return int(ledger.work_out(formulas.GQA_ROW, name=name, element_bytes=element_bytes, **dims))
+        return int(ledger.work_out_as(name, formulas.GQA_ROW_FP4, **dims))
+    return int(ledger.work_out_as(name, formulas.GQA_ROW, element_bytes=element_bytes, **dims))
 
 
 def state_sizes(settings: Settings, ledger: Ledger) -> StateSizes:

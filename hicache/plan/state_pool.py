@@ -14,7 +14,7 @@ BASE_SLOTS = 3
 
 @dataclass(frozen=True, slots=True)
 class Pools:
-    """What a rank's memory is made into. ``state_slots`` may be 0 or less, and ``kv_pool_bytes`` below 0: too little."""
+    """What a rank's memory is made into. Too little of it: ``state_slots`` of 0 or less, ``kv_pool_bytes`` below 0."""
 
     slots_per_request: int
     state_slots: int
@@ -49,7 +49,9 @@ def share_memory(settings: Settings, sizes: StateSizes, rest_bytes: int, ledger:
     slots_each = slots_per_request(settings, ledger)
     running = settings.running_max_per_dp
     if running is not None:
-        ledger.work_out(formulas.RUNNING_PER_DP, max_running_requests=settings.max_running_requests or 0, dp=settings.dp)
+        ledger.work_out(
+            formulas.RUNNING_PER_DP, max_running_requests=settings.max_running_requests or 0, dp=settings.dp
+        )
     fixed = _fixed_ring_bytes(settings, sizes, ledger)
     reserves_drafts = settings.draft_tokens > 0 and not settings.replay_ring
     if settings.state_slots is not None:
@@ -75,9 +77,7 @@ def share_memory(settings: Settings, sizes: StateSizes, rest_bytes: int, ledger:
         ring_bytes=sizes.ring_bytes_per_slot,
         fixed_bytes=fixed,
     )
-    kv = ledger.work_out(
-        formulas.KV_POOL, rest_bytes=rest_bytes, draft_state_bytes=drafts, state_pool_bytes=state
-    )
+    kv = ledger.work_out(formulas.KV_POOL, rest_bytes=rest_bytes, draft_state_bytes=drafts, state_pool_bytes=state)
     ledger.work_out(formulas.STATE_CAP, state_slots=slots, slots_per_request=slots_each)
     return Pools(slots_each, slots, state, drafts, kv)
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hicache.errors import ConfigError, SpecError
 from hicache.plan import formulas
 from hicache.plan.capacity import Capacity
 from hicache.plan.formula import Ledger
@@ -15,7 +14,7 @@ from hicache.plan.reuse import ReuseCurve, TtlPoint
 from hicache.plan.settings import Settings
 from hicache.plan.sizes import kv_sizes, state_sizes
 from hicache.sizing import l2_slot_counts
-from hicache.spec import CacheSpec, StateGroup
+from hicache.spec import CacheSpec
 
 TTLS_S = (60.0, 300.0, 600.0, 1800.0, 3600.0)
 L2_STATE_SHARE = 0.25  # the default of HiCache.open
@@ -82,18 +81,19 @@ def plan_tiers(settings: Settings, capacity: Capacity, request: TierRequest, led
     curve = request.curve
     held = []
     if request.l2_bytes:
-        ranks_share = per_token / (settings.tp * settings.pp)  # of a page that ranks keep in parts
-        bytes_on_rank = max(capacity.kv.bytes_per_token, round(ranks_share))
-        tokens = _tier_tokens("l2", request.l2_bytes, bytes_on_rank, ledger) * settings.dp
-        held.append(Held("l2", tokens, _point(curve, tokens, request.rate), _l2_slots(settings, request)))
+        slots = _l2_slots(settings, request)
+        tokens = _l2_tokens(settings, slots, ledger)
+        held.append(Held("l2", tokens, _point(curve, tokens, request.rate), slots))
     if request.l3_bytes:
-        tokens = _tier_tokens("l3", request.l3_bytes, per_token, ledger)
+        tokens = ledger.work_out_as(
+            "l3_tokens", formulas.TIER_TOKENS, tier_bytes=request.l3_bytes, bytes_per_token=per_token
+        )
         held.append(Held("l3", tokens, _point(curve, tokens, request.rate)))
     points = [] if curve is None else [curve.at(ttl_s) for ttl_s in request.ttls_s if ttl_s <= curve.duration_s]
     return TierPlan(
         held,
         points,
-        [Breakeven(name, breakeven_tokens(settings, capacity, tier, request)) for name, tier in _tiers(settings)],
+        _breakevens(settings, capacity, request),
         _wear(request, held, per_token, ledger),
     )
 
@@ -107,7 +107,7 @@ def stored_bytes_per_token(settings: Settings) -> int:
 
 
 def cache_spec(settings: Settings) -> CacheSpec:
-    """The spec that HiCache would be opened with for one DP rank. Raises SpecError or ConfigError where there is none."""
+    """The spec that HiCache would be opened with for one DP rank. Raises ConfigError where there is none."""
     stages = pipeline_stages(settings.model.layer_count, settings.pp)
     groups = settings.model.groups(
         kv_dtype=settings.kv_dtype,
@@ -124,13 +124,19 @@ def cache_spec(settings: Settings) -> CacheSpec:
     )
 
 
+def _breakevens(settings: Settings, capacity: Capacity, request: TierRequest) -> list[Breakeven]:
+    """Of each tier of the machine; none where it is not known how much a token computes."""
+    if _active_parameters(settings, request) <= 0:
+        return []
+    tiers = settings.machine.tiers.items()
+    return [Breakeven(name, breakeven_tokens(settings, capacity, tier, request)) for name, tier in tiers]
+
+
 def breakeven_tokens(settings: Settings, capacity: Capacity, tier: Tier, request: TierRequest) -> int | None:
-    """The fewest reused tokens that are loaded faster than computed.
+    """The fewest reused tokens that are loaded faster than computed; None where there are none.
 
     What is saved less what it costs is convex in the tokens, and starts below 0: it changes sign once.
     """
-    if _active_parameters(settings, request) <= 0:
-        return None
     longest = settings.context
     if not _pays(settings, capacity, tier, request, longest):
         return None
@@ -179,32 +185,32 @@ def _active_parameters(settings: Settings, request: TierRequest) -> float:
     return settings.model.weights.active_parameters if given is None else given
 
 
-def _tiers(settings: Settings) -> list[tuple[str, Tier]]:
-    return list(settings.machine.tiers.items())
-
-
-def _tier_tokens(tier: str, tier_bytes: int, bytes_per_token: int, ledger: Ledger) -> int:
-    tokens: int = ledger.work_out(
-        formulas.TIER_TOKENS, name=f"{tier}_tokens", tier_bytes=tier_bytes, bytes_per_token=max(1, bytes_per_token)
-    )
-    return tokens
-
-
 def _point(curve: ReuseCurve | None, tokens: int, rate: float) -> TtlPoint | None:
     return None if curve is None else curve.holding(tokens / rate)
 
 
-def _l2_slots(settings: Settings, request: TierRequest) -> dict[str, int] | None:
-    """Slots of each group in the L2 that HiCache makes of so many bytes; None where the model has no such spec."""
-    try:
-        spec = cache_spec(settings)
-    except SpecError:
-        raise
-    except ConfigError:
-        return None
-    share = request.l2_state_share if any(isinstance(group, StateGroup) for group in spec.groups) else 0.0
+def _l2_slots(settings: Settings, request: TierRequest) -> dict[str, int]:
+    """Slots of each group in the L2 that HiCache makes of so many bytes. Raises ConfigError where it makes none."""
+    spec = cache_spec(settings)
+    share = request.l2_state_share if spec.has_state else 0.0
     counts = l2_slot_counts(spec, request.l2_bytes, share)
     return {group.name: count for group, count in zip(spec.groups, counts, strict=True)}
+
+
+def _l2_tokens(settings: Settings, slots: dict[str, int], ledger: Ledger) -> int:
+    states = [count for name, count in slots.items() if name.startswith("state")]
+    pages = [count for name, count in slots.items() if not name.startswith("state")]
+    tokens: int = ledger.work_out(
+        formulas.L2_TOKENS,
+        page_slots=min(pages or states),
+        page_tokens=settings.page_tokens,
+        state_slots=min(states or pages),
+        snapshot_tokens=max(settings.page_tokens, settings.chunk_tokens // settings.dp)
+        if states
+        else settings.page_tokens,
+        dp=settings.dp,
+    )
+    return tokens
 
 
 def _wear(request: TierRequest, held: list[Held], per_token: int, ledger: Ledger) -> float | None:

@@ -30,7 +30,8 @@ def _state_binds(plan: Plan, ledger: Ledger) -> Iterator[str]:
     if used < KV_USED_MIN:
         better = f": ratio {plan.solved.ratio:g} lets {plan.solved.requests} run" if plan.solved else ""
         yield (
-            f"state slots bind: {found.concurrent_requests} requests on a DP rank use {used:.0%} of its KV tokens{better}"
+            f"state slots bind: {found.concurrent_requests} requests on a DP rank use {used:.0%} of its KV"
+            f" tokens{better}"
         )
 
 
@@ -39,8 +40,8 @@ def _tiny_host_tier(plan: Plan, ledger: Ledger) -> Iterator[str]:
     device = plan.capacity.rest_bytes
     if 0 < plan.l2_bytes < device:
         yield (
-            f"L2 of {plan.l2_bytes / GIB:.1f} GiB a rank is smaller than L1 ({device / GIB:.1f} GiB): written through, it "
-            "only mirrors what L1 holds; make it larger, or write back"
+            f"L2 of {plan.l2_bytes / GIB:.1f} GiB a rank is smaller than L1 ({device / GIB:.1f} GiB): written through,"
+            " it only mirrors what L1 holds; make it larger, or write back"
         )
 
 
@@ -51,8 +52,8 @@ def _absurd_blocks(plan: Plan, ledger: Ledger) -> Iterator[str]:
     tokens = int(ledger["block_tokens"].value)
     if tokens > BLOCK_TOKENS_MAX:
         yield (
-            f"vLLM sets its block size to {tokens} tokens, so that a block is as large as a state: a prefix is reused in"
-            " steps of that many tokens; a higher TP, or a state in bfloat16, makes them shorter"
+            f"vLLM sets its block size to {tokens} tokens, so that a block is as large as a state: a prefix is"
+            " reused in steps of that many tokens; a higher TP, or a state in bfloat16, makes them shorter"
         )
 
 
@@ -66,8 +67,8 @@ def _log_lines(plan: Plan, ledger: Ledger) -> Iterator[str]:
         )
     elif plan.capacity.kv_tokens:
         yield (
-            f"SGLang will log max_total_num_tokens={plan.capacity.kv_tokens}: tokens of the pool on each DP rank, of which"
-            f" {plan.capacity.concurrent_requests} requests of the planned lengths can run"
+            f"SGLang will log max_total_num_tokens={plan.capacity.kv_tokens}: tokens of the pool on each DP rank,"
+            f" of which {plan.capacity.concurrent_requests} requests of the planned lengths can run"
         )
 
 

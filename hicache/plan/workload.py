@@ -24,7 +24,7 @@ Block = int | tuple[int, int]  # an id of the whole trace, or of one session
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """``blocks`` name prefixes of ``block_tokens`` each, the last one perhaps partial; None: the trace does not tell."""
+    """``blocks`` name prefixes of ``block_tokens`` each, the last one perhaps partial; None where none are told."""
 
     at_s: float
     input_tokens: int
