@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,7 +14,8 @@ from hicache.plan.ratio import solve
 from hicache.plan.settings import Settings
 
 CHANGES_MAX = 3  # settings that one proposal changes
-PROPOSALS_MAX = 4
+PROPOSALS_MAX = 3  # of each kind
+GPU_FACTORS = (2, 4, 8, 16)
 GPUS_MAX = 1024
 LENGTH_STEPS = 20
 
@@ -25,6 +26,14 @@ class Proposal:
 
     changes: tuple[str, ...]
     requests: int
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """A change of settings, and the flag that makes it."""
+
+    label: str
+    fields: dict[str, Any]  # of Settings, whose fields have their own types
 
 
 def wanted(settings: Settings) -> int:
@@ -38,24 +47,31 @@ def is_feasible(settings: Settings) -> bool:
 
 
 def nearest(settings: Settings) -> list[Proposal]:
-    """Proposals, fewest changes first: the same request under other settings, then less of it under the same."""
-    return [*itertools.islice(_other_settings(settings), PROPOSALS_MAX), *_smaller_requests(settings)]
+    """Proposals: the same request under other settings, on more GPUs, then less of it; fewest changes first."""
+    kept, grown = _settings_changes(settings), _hardware_changes(settings)
+    return [
+        *itertools.islice(_combined(settings, kept, ()), PROPOSALS_MAX),
+        *itertools.islice(_combined(settings, kept, grown), PROPOSALS_MAX),
+        *_smaller_requests(settings),
+    ]
 
 
-def _other_settings(settings: Settings) -> Iterator[Proposal]:
-    changes = _changes(settings)
-    found: list[frozenset[str]] = []
+def _combined(settings: Settings, kept: Sequence[Change], grown: Sequence[Change]) -> Iterator[Proposal]:
+    """Up to CHANGES_MAX changes together that suffice; with ``grown``, at least one of those among them."""
+    found: list[frozenset[str]] = []  # the settings that were changed in what was proposed
     for count in range(1, CHANGES_MAX + 1):
-        for chosen in itertools.combinations(changes, count):
-            labels = frozenset(label for label, _ in chosen)
-            fields: dict[str, Any] = {name: value for _, change in chosen for name, value in change.items()}
-            if sum(len(change) for _, change in chosen) > len(fields) or any(less <= labels for less in found):
-                continue  # two changes of one setting, or more than what is enough
-            changed = _tried(settings, fields)
-            if changed is not None:
-                found.append(labels)
-                flags, requests = changed
-                yield Proposal((*(label for label, _ in chosen), *flags), requests)
+        for chosen in itertools.combinations([*kept, *grown], count):
+            fields: dict[str, Any] = {name: value for change in chosen for name, value in change.fields.items()}
+            is_twice = sum(len(change.fields) for change in chosen) > len(fields)
+            if is_twice or (grown and not any(change in grown for change in chosen)):
+                continue
+            if any(less <= fields.keys() for less in found):
+                continue  # more than what was enough
+            tried = _tried(settings, fields)
+            if tried is not None:
+                flags, requests = tried
+                found.append(frozenset(fields))
+                yield Proposal((*(change.label for change in chosen), *flags), requests)
 
 
 def _tried(settings: Settings, fields: dict[str, Any]) -> tuple[tuple[str, ...], int] | None:
@@ -78,35 +94,41 @@ def _tried(settings: Settings, fields: dict[str, Any]) -> tuple[tuple[str, ...],
     return flags, found.concurrent_requests * changed.dp
 
 
-def _changes(settings: Settings) -> list[tuple[str, dict[str, Any]]]:
-    """What could be changed, cheapest first: settings, then precision, then hardware."""
-    changes: list[tuple[str, dict[str, Any]]] = []
+def _settings_changes(settings: Settings) -> list[Change]:
+    """What costs no GPU, cheapest first: pools, then precision."""
+    changes: list[Change] = []
     if settings.model.recurrence and settings.engine == "sglang":
         solved = solve(settings)
         if solved is not None:
-            changes.append((f"--ratio {solved.ratio:g}", {"ratio": solved.ratio, "state_slots": None}))
-        if settings.radix_cache and settings.strategy != "extra_buffer_lazy" and settings.overlap:
-            changes.append(("--strategy extra_buffer_lazy", {"strategy": "extra_buffer_lazy"}))
+            changes.append(Change(f"--ratio {solved.ratio:g}", {"ratio": solved.ratio, "state_slots": None}))
+        if settings.radix_cache and settings.strategy == "extra_buffer" and settings.overlap:
+            changes.append(Change("--strategy extra_buffer_lazy", {"strategy": "extra_buffer_lazy"}))
         if settings.radix_cache and not settings.skip_decode_lock:
-            changes.append(("--skip-decode-lock", {"skip_decode_lock": True}))
+            changes.append(Change("--skip-decode-lock", {"skip_decode_lock": True}))
         if settings.draft_tokens > 1 and not settings.replay_ring:
-            changes.append(("--replay-ring", {"replay_ring": True}))
+            changes.append(Change("--replay-ring", {"replay_ring": True}))
     limit, asked = settings.max_running_requests, settings.concurrency or 0
     if limit is not None and limit < asked:
-        changes.append((f"--max-running-requests {asked}", {"max_running_requests": asked}))
+        changes.append(Change(f"--max-running-requests {asked}", {"max_running_requests": asked}))
     if settings.model.recurrence and settings.state_dtype == "float32":
-        changes.append(("--state-dtype bfloat16", {"state_dtype": "bfloat16"}))
+        changes.append(Change("--state-dtype bfloat16", {"state_dtype": "bfloat16"}))
     if settings.kv_dtype in ("bfloat16", "float16", "float32"):
-        changes.append(("--kv-dtype fp8_e4m3", {"kv_dtype": "fp8_e4m3"}))
-    if settings.dcp < settings.tp and settings.engine == "sglang" and not settings.model.window_attention:
-        changes.append((f"--dcp {settings.tp}", {"dcp": settings.tp}))
-    for factor in (2, 4, 8):
-        if settings.gpus * factor <= GPUS_MAX:
-            changes.append((f"--tp {settings.tp * factor}", {"tp": settings.tp * factor}))
-    for factor in (2, 4, 8):
-        if settings.gpus * factor <= GPUS_MAX:
-            changes.append((f"--pp {settings.pp * factor}", {"pp": settings.pp * factor}))
+        changes.append(Change("--kv-dtype fp8_e4m3", {"kv_dtype": "fp8_e4m3"}))
+    if settings.dcp < settings.tp and not settings.model.window_attention:
+        changes.append(Change(f"--dcp {settings.tp}", {"dcp": settings.tp}))
     return changes
+
+
+def _hardware_changes(settings: Settings) -> list[Change]:
+    """More GPUs. None where the memory was measured, which says nothing of other machines."""
+    if settings.rest_bytes is not None:
+        return []
+    factors = [factor for factor in GPU_FACTORS if settings.gpus * factor <= GPUS_MAX]
+    return [
+        Change(f"--{axis} {getattr(settings, axis) * factor}", {axis: getattr(settings, axis) * factor})
+        for axis in ("tp", "pp")
+        for factor in factors
+    ]
 
 
 def _smaller_requests(settings: Settings) -> Iterator[Proposal]:
