@@ -13,7 +13,14 @@ from hicache.plan.model import ModelShape, Weights
 def _kda(layer_count: int, last: int, heads: int, head_dim: int) -> dict[str, Any]:
     """Kimi's pattern, counted from 1: the fourth of every four is attention, and so is what is behind ``last``."""
     kda = [layer for layer in range(1, layer_count + 1) if layer % 4 and layer <= last]
-    return {"kda_layers": kda, "num_heads": heads, "head_dim": head_dim, "short_conv_kernel_size": 4}
+    full = [layer for layer in range(1, layer_count + 1) if layer not in kda]
+    return {
+        "kda_layers": kda,
+        "full_attn_layers": full,
+        "num_heads": heads,
+        "head_dim": head_dim,
+        "short_conv_kernel_size": 4,
+    }
 
 
 _LLAMA = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": 131072, "head_dim": 128}
