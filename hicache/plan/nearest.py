@@ -10,6 +10,7 @@ from typing import Any
 from hicache.errors import ConfigError
 from hicache.plan.capacity import work_out
 from hicache.plan.lengths import LengthMix
+from hicache.plan.machine import GIB
 from hicache.plan.ratio import solve
 from hicache.plan.settings import Settings
 
@@ -17,6 +18,7 @@ CHANGES_MAX = 3  # settings that one proposal changes
 PROPOSALS_MAX = 3  # of each kind
 GPU_FACTORS = (2, 4, 8, 16)
 GPUS_MAX = 1024
+MEMORY_MAX_GIB = 1 << 20
 LENGTH_STEPS = 20
 
 
@@ -132,6 +134,7 @@ def _hardware_changes(settings: Settings) -> list[Change]:
 
 
 def _smaller_requests(settings: Settings) -> Iterator[Proposal]:
+    """The concurrency that fits, the lengths that fit, and the memory that would do."""
     solved = solve(settings)
     ratio = () if solved is None else (f"--ratio {solved.ratio:g}",)
     most = max(work_out(settings).concurrent_requests, solved.requests if solved else 0)
@@ -144,6 +147,9 @@ def _smaller_requests(settings: Settings) -> Iterator[Proposal]:
         found = _tried(settings, {"lengths": lengths})
         if found is not None:
             yield Proposal((label, *found[0]), found[1])
+    gib = _memory_that_suffices(settings)
+    if gib is not None:
+        yield Proposal((f"{gib:.2f} GiB left for KV and state on each GPU",), wanted(settings) * settings.dp)
 
 
 def _longest_factor(settings: Settings) -> float:
@@ -157,3 +163,21 @@ def _longest_factor(settings: Settings) -> float:
         else:
             low = middle
     return low
+
+
+def _memory_that_suffices(settings: Settings) -> float | None:
+    """GiB beside weights, in steps of a hundredth; None where no memory is enough."""
+    low, high = 0, MEMORY_MAX_GIB * 100
+    if not _suffices(settings, high):
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        if _suffices(settings, middle):
+            high = middle
+        else:
+            low = middle
+    return high / 100
+
+
+def _suffices(settings: Settings, hundredths: int) -> bool:
+    return is_feasible(replace(settings, rest_bytes=hundredths * GIB // 100))
