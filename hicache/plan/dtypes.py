@@ -35,18 +35,18 @@ _SPEC_DTYPES = {"fp8_e4m3": "float8_e4m3fn", "fp8_e5m2": "float8_e5m2"}
 
 def kv_dtype(name: str) -> str:
     """The one name of a KV format. Raises ConfigError for one whose bytes are not known: they are never guessed."""
-    name = _ALIASES.get(name, name)
-    if name not in KV_DTYPES:
+    found = _ALIASES.get(name, name)
+    if found not in KV_DTYPES:
         raise ConfigError("kv_dtype", name, f"one of {', '.join(KV_DTYPES)}")
-    return name
+    return found
 
 
 def state_dtype(name: str, *, setting: str = "state_dtype") -> str:
     """The one name of a state's dtype. Raises ConfigError."""
-    name = _ALIASES.get(name, name)
-    if name not in STATE_DTYPES:
+    found = _ALIASES.get(name, name)
+    if found not in STATE_DTYPES:
         raise ConfigError(setting, name, f"one of {', '.join(STATE_DTYPES)}")
-    return name
+    return found
 
 
 def row_elements(attention: Attention, dtype: str) -> tuple[int, str]:

@@ -28,10 +28,10 @@ class Formula:
     unit: str
     scope: Scope
     source: str
-    names: frozenset[str] = field(init=False)  # the numbers that it needs
+    names: frozenset[str] = field(init=False, compare=False)  # the numbers that it needs
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "names", frozenset(_NAME.findall(self.text)) - FUNCTIONS.keys())
+        object.__setattr__(self, "names", frozenset(_NAME.findall(self.text)).difference(FUNCTIONS))
 
 
 @dataclass(frozen=True, slots=True)

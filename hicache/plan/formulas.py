@@ -333,6 +333,27 @@ VLLM_REQUEST = Formula(
     "request",
     f"{_VLLM}, get_max_concurrency_for_kv_cache_config",
 )
+VLLM_TOKENS = Formula(
+    "kv_tokens",
+    "kv_blocks // attention_groups * block_tokens * dcp",
+    "tokens",
+    "DP rank",
+    "what the groups of attention would hold, if states took no block",
+)
+VLLM_STATES = Formula(
+    "state_slots",
+    "kv_blocks // state_groups",
+    "slots",
+    "rank",
+    "states of all layers, if attention took no block",
+)
+VLLM_SLOTS_PER_REQUEST = Formula(
+    "slots_per_request",
+    "running_states + draft_states",
+    "slots per request",
+    "request",
+    "vLLM v1/kv_cache_interface.py, MambaSpec: with prefix caching (align) two, and one for each draft",
+)
 VLLM_LOGGED = Formula(
     "logged_kv_cache_tokens",
     "int((kv_blocks + 1) / blocks_at_context * context_tokens)",

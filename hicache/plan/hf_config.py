@@ -31,11 +31,9 @@ Config = Mapping[str, Any]  # JSON: checked where it is read
 
 
 def load_config(path: str | Path) -> dict[str, Any]:
-    """The fields of a `config.json`, given as the file or as its folder. Raises ConfigError."""
-    file = Path(path)
-    file = file / "config.json" if file.is_dir() else file
+    """The fields of a `config.json`. Raises ConfigError."""
     try:
-        config = json.loads(file.read_text())
+        config = json.loads(Path(path).read_text())
     except (OSError, ValueError) as error:
         raise ConfigError("model", str(path), f"a preset, or the config.json of a model ({error})") from error
     if not isinstance(config, dict):

@@ -20,6 +20,7 @@ GPU_FACTORS = (2, 4, 8, 16)
 GPUS_MAX = 1024
 MEMORY_MAX_GIB = 1 << 20
 LENGTH_STEPS = 20
+RUNNING_AUTO_MIN = 2048  # what an engine may keep to by itself: formulas.RUNNING_AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +110,9 @@ def _settings_changes(settings: Settings) -> list[Change]:
             changes.append(Change("--skip-decode-lock", {"skip_decode_lock": True}))
         if settings.draft_tokens > 1 and not settings.replay_ring:
             changes.append(Change("--replay-ring", {"replay_ring": True}))
-    limit, asked = settings.max_running_requests, settings.concurrency or 0
-    if limit is not None and limit < asked:
+    asked = settings.concurrency or 0
+    limit = RUNNING_AUTO_MIN * settings.dp if settings.max_running_requests is None else settings.max_running_requests
+    if limit < asked:
         changes.append(Change(f"--max-running-requests {asked}", {"max_running_requests": asked}))
     if settings.model.recurrence and settings.state_dtype == "float32":
         changes.append(Change("--state-dtype bfloat16", {"state_dtype": "bfloat16"}))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from hicache.errors import ConfigError
@@ -167,4 +168,5 @@ def model(name: str) -> ModelShape:
         return replace(shape, weights=_PUBLISHED.get(name, shape.weights))
     if "/" not in name and "\\" not in name and not name.endswith(".json"):
         raise ConfigError("model", name, f"one of {', '.join(CONFIGS)}, or a path to a config.json")
-    return read_config(load_config(name), name=name, source=name)
+    file = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
+    return read_config(load_config(file), name=file.resolve().parent.name, source=str(file))

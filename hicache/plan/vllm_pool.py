@@ -64,37 +64,51 @@ def work_out(settings: Settings, kv: KvSizes, state: StateSizes, rest_bytes: int
         formulas.VLLM_BLOCK_BYTES, group_layers=groups.layers, block_tokens=block_tokens, row_bytes=row
     )
     blocks = max(0, ledger.work_out(formulas.VLLM_BLOCKS, rest_bytes=max(0, rest_bytes), block_bytes=block_bytes))
-    numbers = _request_numbers(settings, groups, block_tokens)
-    span = block_tokens * settings.dcp
-    mean, deviation = settings.lengths.held_tokens(page_tokens=span)
-    fixed = ledger_free(numbers, tokens=0)
-    mean_blocks = mean / span * groups.attention + fixed
-    requests = requests_that_fit(blocks, mean_blocks, deviation / span * groups.attention)
+    numbers = _request_numbers(settings, groups, block_tokens, ledger)
+    requests = _requests(settings, groups, blocks, numbers)
     if ledger.work_out(formulas.VLLM_REQUEST, tokens=settings.lengths.longest_tokens, **numbers) > blocks:
         requests = 0
-    at_context = ledger_free(numbers, tokens=settings.context)
+    at_context = _blocks_of(numbers, settings.context)
     ledger.work_out(
         formulas.VLLM_LOGGED, kv_blocks=blocks, blocks_at_context=at_context, context_tokens=settings.context
     )
-    states_each = groups.states * int(numbers["states_per_request"])
-    return BlockPool(
+    tokens = ledger.work_out(
+        formulas.VLLM_TOKENS,
+        kv_blocks=blocks,
+        attention_groups=max(1, groups.attention),
         block_tokens=block_tokens,
-        blocks=blocks,
-        requests=requests,
-        states_per_request=max(1, int(numbers["states_per_request"])),
-        state_slots=blocks // groups.states if groups.states else 0,
-        attention_tokens=blocks // max(1, groups.attention) * span,
-        sequences_max=blocks // max(1, states_each) if states_each else SEQUENCES_MAX,
+        dcp=settings.dcp,
     )
+    states_each = numbers["states_per_request"]
+    slots = 0
+    if groups.states:
+        slots = ledger.work_out(formulas.VLLM_STATES, kv_blocks=blocks, state_groups=groups.states)
+    sequences = slots // states_each if groups.states else SEQUENCES_MAX
+    return BlockPool(block_tokens, blocks, requests, states_each, slots, tokens, sequences)
 
 
-def ledger_free(numbers: dict[str, int], *, tokens: int) -> int:
-    """Blocks of one request of ``tokens``, without a line in the plan."""
+def _requests(settings: Settings, groups: Groups, blocks: int, numbers: dict[str, int]) -> int:
+    """Requests of the planned lengths that draw their blocks from one pool, with 95 % certainty."""
+    span = numbers["block_tokens"] * settings.dcp
+    mean, deviation = settings.lengths.held_tokens(page_tokens=span)
+    mean_blocks = mean / span * groups.attention + _blocks_of(numbers, 0)
+    return requests_that_fit(blocks, mean_blocks, deviation / span * groups.attention)
+
+
+def _blocks_of(numbers: dict[str, int], tokens: int) -> int:
+    """Blocks of one request, without a line in the plan."""
     return int(Ledger().work_out(formulas.VLLM_REQUEST, tokens=tokens, **numbers))
 
 
-def _request_numbers(settings: Settings, groups: Groups, block_tokens: int) -> dict[str, int]:
-    """What a request's blocks follow from: a state, and one to continue it with prefix caching, and one a draft."""
+def _request_numbers(settings: Settings, groups: Groups, block_tokens: int, ledger: Ledger) -> dict[str, int]:
+    """What a request's blocks follow from."""
+    states = 1
+    if groups.states:
+        states = ledger.work_out(
+            formulas.VLLM_SLOTS_PER_REQUEST,
+            running_states=2 if settings.radix_cache else 1,
+            draft_states=max(0, settings.draft_tokens - 1),
+        )
     window = max((group.window_tokens or 0 for group in settings.model.window_attention), default=0)
     window_tokens = min(window - 1 + settings.chunk_tokens, settings.context)
     return {
@@ -104,7 +118,7 @@ def _request_numbers(settings: Settings, groups: Groups, block_tokens: int) -> d
         "window_groups": groups.windows,
         "window_blocks": -(-window_tokens // block_tokens) + 1 if window else 0,
         "state_groups": groups.states,
-        "states_per_request": (2 if settings.radix_cache else 1) + max(0, settings.draft_tokens - 1),
+        "states_per_request": states,
     }
 
 
