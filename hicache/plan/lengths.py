@@ -57,6 +57,12 @@ class LengthMix:
         """The same mix of prompts that are ``factor`` times as long."""
         return LengthMix(tuple((max(1, round(i * factor)), o, weight) for i, o, weight in self.requests))
 
+    def __str__(self) -> str:
+        if len(self.requests) == 1:
+            [(input_tokens, output_tokens, _)] = self.requests
+            return f"{input_tokens:,} + {output_tokens:,} tokens"
+        return f"{self.mean_input_tokens:,.0f} tokens of prompt on average, {self.longest_tokens:,} at most"
+
     @property
     def longest_tokens(self) -> int:
         """Tokens of the longest request, at its end."""

@@ -71,7 +71,8 @@ def show(plan: Plan, console: Console, *, explain: bool) -> None:
         f" tp {settings.tp}, pp {settings.pp}, dp {settings.dp}, ep {settings.expert_ranks}, dcp {settings.dcp};"
         f" KV {settings.kv_dtype}, state {settings.state_dtype}; {settings.engine}"
     )
-    console.print(Group(Text(title), Text(plan.verdict, style="bold green" if plan.is_feasible else "bold red")))
+    verdict = f"{plan.verdict} ({settings.lengths})"
+    console.print(Group(Text(title), Text(verdict, style="bold green" if plan.is_feasible else "bold red")))
     console.print(_explained(plan) if explain else _figures(plan))
     for part in (_limits(plan), _variations(plan), _proposals(plan), *_tiers(plan)):
         if part is not None:
