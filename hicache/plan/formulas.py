@@ -11,7 +11,11 @@ from hicache.plan.formula import Formula
 _POOL = "SGLang mem_cache/kv_cache_configurator.py, _handle_max_mamba_cache"
 _STATE = "SGLang configs/mamba_utils.py"
 _CELL = "SGLang model_executor/pool_configurator.py, _compute_cell_size"
+_SHAPE = f"{_STATE}, Mamba2StateShape and KimiLinearStateShape"
+_SWA = "SGLang model_executor/pool_configurator.py, HybridSWAPoolConfigurator"
+_LIMIT = "SGLang mem_cache/kv_cache_configurator.py, resolve_max_num_reqs"
 _VLLM = "vLLM v1/core/kv_cache_utils.py"
+_ROW, _LAYER = "bytes per token and layer", "bytes per slot and layer"
 
 # Weights and what they leave.
 WEIGHTS = Formula(
@@ -44,45 +48,39 @@ KV_HEADS = Formula(
     "rank",
     "SGLang configs/model_config.py, get_num_kv_heads: replicated when there are fewer heads than ranks, never below 1",
 )
-GQA_ROW = Formula(
-    "kv_row_bytes",
-    "heads_per_rank * (head_dim + v_head_dim) * element_bytes",
-    "bytes per token and layer",
-    "rank",
-    _CELL,
-)
+GQA_ROW = Formula("kv_row_bytes", "heads_per_rank * (head_dim + v_head_dim) * element_bytes", _ROW, "rank", _CELL)
 GQA_ROW_FP4 = Formula(
     "kv_row_bytes",
     "heads_per_rank * ceil((head_dim + v_head_dim) / 2 + (head_dim + v_head_dim) / 16)",
-    "bytes per token and layer",
+    _ROW,
     "rank",
     f"{_CELL}: two elements a byte, and a scale byte for each 16 elements",
 )
 MLA_ROW = Formula(
     "kv_row_bytes",
     "(latent_dim + rope_dim) * element_bytes",
-    "bytes per token and layer",
+    _ROW,
     "rank",
     f"{_CELL}: the latent is no head, every attention rank has it whole",
 )
 MLA_ROW_FP4 = Formula(
     "kv_row_bytes",
     "(latent_dim + rope_dim) // 2 + (latent_dim + rope_dim) // 16",
-    "bytes per token and layer",
+    _ROW,
     "rank",
     f"{_CELL}: two elements a byte, and a scale byte for each 16 elements",
 )
 MLA_ROW_PACKED = Formula(
     "kv_row_bytes",
     "latent_dim + latent_dim // 128 * 4 + rope_dim * 2",
-    "bytes per token and layer",
+    _ROW,
     "rank",
     "fp8_ds_mla: the latent in fp8, a float32 scale for each 128 of it, the rope part in bf16",
 )
 INDEX_ROW = Formula(
     "index_row_bytes",
     "index_dim + index_dim // 128 * 4",
-    "bytes per token and layer",
+    _ROW,
     "rank",
     "SGLang pool_configurator.py, _compute_dsa_indexer_cell_size: fp8 with a float32 scale for each 128 of it",
 )
@@ -108,27 +106,19 @@ KV_PER_TOKEN = Formula(
     "a token's latent or heads are on one of the DCP ranks; an indexer's keys are on all",
 )
 KV_CELL_SWA = Formula(
-    "pool_bytes_per_token",
-    "full_cell_bytes + window_ratio * window_cell_bytes",
-    "bytes per token",
-    "rank",
-    "SGLang pool_configurator.py, HybridSWAPoolConfigurator",
+    "pool_bytes_per_token", "full_cell_bytes + window_ratio * window_cell_bytes", "bytes per token", "rank", _SWA
 )
 
 # Recurrent state: bytes of one slot.
 CONV_PER_LAYER = Formula(
     "conv_bytes_per_layer",
     "(heads * head_dim + 2 * groups * state_dim) * (conv_kernel - 1) * conv_dtype_bytes",
-    "bytes per slot and layer",
+    _LAYER,
     "rank",
-    f"{_STATE}, Mamba2StateShape and KimiLinearStateShape",
+    _SHAPE,
 )
 SSM_PER_LAYER = Formula(
-    "ssm_bytes_per_layer",
-    "heads * head_dim * state_dim * state_dtype_bytes",
-    "bytes per slot and layer",
-    "rank",
-    f"{_STATE}, Mamba2StateShape and KimiLinearStateShape",
+    "ssm_bytes_per_layer", "heads * head_dim * state_dim * state_dtype_bytes", _LAYER, "rank", _SHAPE
 )
 STATE_ALL_LAYERS = Formula(
     "state_bytes_of_all_stages",
@@ -145,11 +135,7 @@ STATE_SHARE = Formula(
     f"{_POOL}: the largest stage's share, which every stage works out for itself alike",
 )
 STATE_PER_SLOT = Formula(
-    "state_bytes_per_slot_per_rank",
-    "int(all_stages_bytes * stage_share)",
-    "bytes per slot",
-    "rank",
-    _POOL,
+    "state_bytes_per_slot_per_rank", "int(all_stages_bytes * stage_share)", "bytes per slot", "rank", _POOL
 )
 CONV_PER_SLOT = Formula("conv_bytes_per_slot_per_rank", "conv_bytes * stage_layers", "bytes per slot", "rank", _STATE)
 SSM_PER_SLOT = Formula("ssm_bytes_per_slot_per_rank", "ssm_bytes * stage_layers", "bytes per slot", "rank", _STATE)
@@ -194,13 +180,7 @@ SLOTS_PER_REQUEST = Formula(
     "request",
     "SGLang kv_cache_configurator.py, _calculate_mamba_ratio; mem_cache/allocation_sizing.py",
 )
-RUNNING_PER_DP = Formula(
-    "running_max_per_dp_rank",
-    "max(1, max_running_requests // dp)",
-    "requests",
-    "DP rank",
-    "SGLang kv_cache_configurator.py, resolve_max_num_reqs",
-)
+RUNNING_PER_DP = Formula("running_max_per_dp_rank", "max(1, max_running_requests // dp)", "requests", "DP rank", _LIMIT)
 STATE_BUDGET = Formula(
     "state_budget_bytes",
     "rest_bytes * ratio / (1 + ratio)",
@@ -233,22 +213,10 @@ INTERMEDIATES = Formula(
     f"{_POOL}: states of draft tokens of the requests that really run, and of padding",
 )
 STATE_POOL = Formula(
-    "state_pool_bytes",
-    "(state_slots + 1) * (slot_bytes + ring_bytes) + fixed_bytes",
-    "bytes",
-    "rank",
-    _POOL,
+    "state_pool_bytes", "(state_slots + 1) * (slot_bytes + ring_bytes) + fixed_bytes", "bytes", "rank", _POOL
 )
-KV_POOL = Formula(
-    "kv_pool_bytes",
-    "rest_bytes - draft_state_bytes - state_pool_bytes",
-    "bytes",
-    "rank",
-    _POOL,
-)
-STATE_CAP = Formula(
-    "requests_by_state", "state_slots // slots_per_request", "requests", "DP rank", "SGLang resolve_max_num_reqs"
-)
+KV_POOL = Formula("kv_pool_bytes", "rest_bytes - draft_state_bytes - state_pool_bytes", "bytes", "rank", _POOL)
+STATE_CAP = Formula("requests_by_state", "state_slots // slots_per_request", "requests", "DP rank", _LIMIT)
 
 # Tokens and requests.
 KV_TOKENS = Formula(
@@ -259,18 +227,10 @@ KV_TOKENS = Formula(
     "SGLang pool_configurator.py, calculate_pool_sizes; the stage that holds fewest decides",
 )
 KV_TOKENS_SWA = Formula(
-    "kv_tokens",
-    "floor(kv_pool_bytes / cell_bytes) // page_tokens * page_tokens",
-    "tokens",
-    "DP rank",
-    "SGLang pool_configurator.py, HybridSWAPoolConfigurator",
+    "kv_tokens", "floor(kv_pool_bytes / cell_bytes) // page_tokens * page_tokens", "tokens", "DP rank", _SWA
 )
 WINDOW_TOKENS = Formula(
-    "window_tokens",
-    "int(kv_tokens * window_ratio) // page_tokens * page_tokens",
-    "tokens",
-    "DP rank",
-    "SGLang pool_configurator.py, HybridSWAPoolConfigurator",
+    "window_tokens", "int(kv_tokens * window_ratio) // page_tokens * page_tokens", "tokens", "DP rank", _SWA
 )
 RUNNING_AUTO = Formula(
     "requests_by_engine",
@@ -279,9 +239,7 @@ RUNNING_AUTO = Formula(
     "DP rank",
     "SGLang resolve_max_num_reqs: its limit when none is given",
 )
-RUNNING_GIVEN = Formula(
-    "requests_by_engine", "min(running_max, kv_tokens // 2)", "requests", "DP rank", "SGLang resolve_max_num_reqs"
-)
+RUNNING_GIVEN = Formula("requests_by_engine", "min(running_max, kv_tokens // 2)", "requests", "DP rank", _LIMIT)
 REQUEST_KV = Formula(
     "kv_bytes_per_request", "tokens * bytes_per_token", "bytes per request", "rank", "every token of the request"
 )
@@ -341,11 +299,7 @@ VLLM_TOKENS = Formula(
     "what the groups of attention would hold, if states took no block",
 )
 VLLM_STATES = Formula(
-    "state_slots",
-    "kv_blocks // state_groups",
-    "slots",
-    "rank",
-    "states of all layers, if attention took no block",
+    "state_slots", "kv_blocks // state_groups", "slots", "rank", "states of all layers, if attention took no block"
 )
 VLLM_SLOTS_PER_REQUEST = Formula(
     "slots_per_request",

@@ -53,15 +53,9 @@ def share_memory(settings: Settings, sizes: StateSizes, rest_bytes: int, ledger:
             formulas.RUNNING_PER_DP, max_running_requests=settings.max_running_requests or 0, dp=settings.dp
         )
     fixed = _fixed_ring_bytes(settings, sizes, ledger)
-    reserves_drafts = settings.draft_tokens > 0 and not settings.replay_ring
-    if settings.state_slots is not None:
-        slots = ledger.work_out(formulas.SLOTS_GIVEN, slots_wanted=settings.state_slots, dp=settings.dp)
-    elif not settings.radix_cache and running is not None:
-        slots = ledger.work_out(formulas.SLOTS_RUNNING, running_max=running)
-    else:
-        slots = _slots_by_ratio(settings, sizes, rest_bytes, ledger, slots_each=slots_each, fixed_bytes=fixed)
+    slots = _slot_count(settings, sizes, rest_bytes, ledger, slots_each=slots_each, fixed_bytes=fixed)
     drafts = 0
-    if reserves_drafts and running is not None:
+    if _reserves_drafts(settings) and running is not None:
         drafts = ledger.work_out(
             formulas.INTERMEDIATES,
             slot_bytes=sizes.slot_bytes,
@@ -82,6 +76,11 @@ def share_memory(settings: Settings, sizes: StateSizes, rest_bytes: int, ledger:
     return Pools(slots_each, slots, state, drafts, kv)
 
 
+def _reserves_drafts(settings: Settings) -> bool:
+    """Whether each request that runs keeps a state for each draft token, which a replay ring stands in for."""
+    return settings.draft_tokens > 0 and not settings.replay_ring
+
+
 def _fixed_ring_bytes(settings: Settings, sizes: StateSizes, ledger: Ledger) -> int:
     running = settings.running_max_per_dp
     if not settings.replay_ring or sizes.ring_is_per_slot or running is None:
@@ -90,25 +89,21 @@ def _fixed_ring_bytes(settings: Settings, sizes: StateSizes, ledger: Ledger) -> 
     return fixed
 
 
-def _slots_by_ratio(
+def _slot_count(
     settings: Settings, sizes: StateSizes, rest_bytes: int, ledger: Ledger, *, slots_each: int, fixed_bytes: int
 ) -> int:
-    budget = ledger.work_out(formulas.STATE_BUDGET, rest_bytes=rest_bytes, ratio=settings.ratio)
-    if settings.draft_tokens > 0 and not settings.replay_ring:
-        slots = ledger.work_out(
-            formulas.SLOTS_SPECULATIVE,
-            budget_bytes=budget,
-            slot_bytes=sizes.slot_bytes,
-            draft_tokens=settings.draft_tokens,
-            slots_per_request=slots_each,
-            ring_bytes=sizes.ring_bytes_per_slot,
-        )
-    else:
-        slots = ledger.work_out(
-            formulas.SLOTS_BY_RATIO,
-            budget_bytes=budget,
-            fixed_bytes=fixed_bytes,
-            slot_bytes=sizes.slot_bytes,
-            ring_bytes=sizes.ring_bytes_per_slot,
-        )
-    return int(slots)
+    """As many as were asked for, as may run where there is no radix cache, or as the ratio gives."""
+    running = settings.running_max_per_dp
+    if settings.state_slots is not None:
+        return int(ledger.work_out(formulas.SLOTS_GIVEN, slots_wanted=settings.state_slots, dp=settings.dp))
+    if not settings.radix_cache and running is not None:
+        return int(ledger.work_out(formulas.SLOTS_RUNNING, running_max=running))
+    numbers = {
+        "budget_bytes": ledger.work_out(formulas.STATE_BUDGET, rest_bytes=rest_bytes, ratio=settings.ratio),
+        "slot_bytes": sizes.slot_bytes,
+        "ring_bytes": sizes.ring_bytes_per_slot,
+    }
+    if not _reserves_drafts(settings):
+        return int(ledger.work_out(formulas.SLOTS_BY_RATIO, fixed_bytes=fixed_bytes, **numbers))
+    drafts = {"draft_tokens": settings.draft_tokens, "slots_per_request": slots_each}
+    return int(ledger.work_out(formulas.SLOTS_SPECULATIVE, **numbers, **drafts))
