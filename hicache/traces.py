@@ -6,7 +6,7 @@ import gzip
 import io
 import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
@@ -48,7 +48,7 @@ def _read(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
         yield _parse(line, f"{path}:{number}")
 
 
-def text_lines(path: str | Path) -> Iterator[str]:
+def text_lines(path: str | Path) -> Generator[str, None, None]:
     """The lines of a file, plain or packed: .zst or .gz. Raises what opening and unpacking do."""
     with open(path, "rb") as file:
         raw: io.IOBase | IO[bytes] = file
@@ -56,7 +56,8 @@ def text_lines(path: str | Path) -> Iterator[str]:
             raw = zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX).stream_reader(file)
         elif str(path).endswith(".gz"):
             raw = gzip.GzipFile(fileobj=file)
-        yield from io.TextIOWrapper(raw, encoding="utf-8")  # type: ignore[type-var]  # all three read bytes
+        with io.TextIOWrapper(raw, encoding="utf-8") as lines:  # type: ignore[type-var]  # all three read bytes
+            yield from lines
 
 
 def _parse(line: str, place: str) -> TraceRequest:

@@ -111,9 +111,17 @@ def plan(**options: Any) -> None:  # Any: as click parsed them
         width = max(REPORT_COLUMNS, Console().width)
         show(found, Console(width=width, highlight=False), explain=options["explain"])
     if options["json_path"] not in (None, "-"):
-        Path(options["json_path"]).write_text(as_text(found))
+        write_json(options["json_path"], found)
     if not found.is_feasible:
         raise SystemExit(EXIT_INFEASIBLE)
+
+
+def write_json(path: str, found: Plan) -> None:
+    """Raises ConfigError for a file that cannot be written."""
+    try:
+        Path(path).write_text(as_text(found))
+    except OSError as error:
+        raise ConfigError("json", path, f"a file that can be written, or - ({error})") from error
 
 
 def as_text(found: Plan) -> str:
@@ -172,9 +180,12 @@ def read_tiers(options: dict[str, Any], workload: Workload | None) -> TierReques
     for name in ("l2_gib", "l3_tb", "drive_tb"):
         if options[name] < 0:
             raise ConfigError(name, options[name], "0 or more")
-    for name in ("rate", "write_amplification"):
-        if options[name] <= 0:
+    for name in ("rate", "write_amplification", "active_parameters"):
+        if options[name] is not None and not options[name] > 0:
             raise ConfigError(name, options[name], "a number above 0")
+    for ttl_s in options["ttls"]:
+        if not ttl_s > 0:
+            raise ConfigError("ttl", ttl_s, "seconds above 0")
     return TierRequest(
         l2_bytes=round(options["l2_gib"] * GIB),
         l2_state_share=options["l2_state_share"],

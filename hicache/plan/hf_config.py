@@ -26,6 +26,17 @@ _LAYER_KINDS: dict[str, tuple[str, ...]] = {
 }
 _PATTERN_KINDS = {"M": (LINEAR,), "*": (FULL,), "-": (NONE,), "E": (NONE,)}
 _QWEN_INTERVAL = 4
+# Fields of models whose layers are not all alike: without a pattern that is known, they are refused.
+_RECURRENT_HINTS = (
+    "attn_type_list",
+    "compress_ratios",
+    "layer_group_size",
+    "layernorm_linear",
+    "lightning",
+    "linear_",
+    "mamba",
+    "ssm_",
+)
 
 Config = Mapping[str, Any]  # JSON: checked where it is read
 
@@ -44,6 +55,7 @@ def load_config(path: str | Path) -> dict[str, Any]:
 def read_config(config: Config, *, name: str, source: str = "") -> ModelShape:
     """The shape that a config describes. Raises ConfigError for what it does not say: sizes are never guessed."""
     text = text_config(config)
+    _whole(text, "hidden_size")
     layer_count = _whole(text, "num_hidden_layers", "n_layer")
     kinds = layer_kinds(text, layer_count)
     linear = _layers(kinds, LINEAR)
@@ -140,7 +152,7 @@ def _uniform_kind(text: Config) -> tuple[str, ...]:
         return (LINEAR,)
     if text.get("model_type") == "falcon_h1":
         return (LINEAR, FULL)
-    hints = [key for key in text if key.startswith(("mamba", "ssm_", "linear_", "lightning"))]
+    hints = [key for key in text if key.startswith(_RECURRENT_HINTS)]
     if hints:
         raise ConfigError(
             "config", sorted(hints), "a list or a pattern of layers beside them: which ones are recurrent?"

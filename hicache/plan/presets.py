@@ -169,4 +169,8 @@ def model(name: str) -> ModelShape:
     if "/" not in name and "\\" not in name and not name.endswith(".json"):
         raise ConfigError("model", name, f"one of {', '.join(CONFIGS)}, or a path to a config.json")
     file = Path(name) / "config.json" if Path(name).is_dir() else Path(name)
-    return read_config(load_config(file), name=file.resolve().parent.name, source=str(file))
+    config = load_config(file)
+    try:
+        return read_config(config, name=file.resolve().parent.name, source=str(file))
+    except (KeyError, TypeError, ValueError) as error:  # a field that is no number, or lists where there is one number
+        raise ConfigError("model", name, f"a config whose sizes are whole numbers ({error!r})") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
@@ -82,8 +83,10 @@ class Settings:
             check_whole(name, getattr(self, name), at_least=0)
         if not 0.0 < self.fraction <= 1.0:
             raise ConfigError("memory_fraction", self.fraction, "a share above 0 and at most 1")
-        if not self.ratio > 0:
+        if not 0 < self.ratio < math.inf:
             raise ConfigError("ratio", self.ratio, "state to KV, above 0")
+        if self.rest_bytes is not None:
+            check_whole("rest_bytes", self.rest_bytes)
         if not 0.0 < self.window_ratio <= 1.0:
             raise ConfigError("window_ratio", self.window_ratio, "a share above 0 and at most 1")
         if self.engine not in get_args(Engine):

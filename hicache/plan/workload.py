@@ -6,6 +6,7 @@ import csv
 import json
 import zlib
 from collections.abc import Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -67,7 +68,8 @@ def read_workload(path: str | Path) -> Workload:
 
 
 def _read(path: str | Path) -> Workload:
-    first = next(text_lines(path), "")
+    with closing(text_lines(path)) as opened:
+        first = next(opened, "")
     if first.startswith("TIMESTAMP"):
         return Workload(tuple(_azure(path)), 1)
     if "requests" in json.loads(first):

@@ -126,6 +126,8 @@ def test_the_layers_are_told_from_whatever_pattern_a_model_has(config: dict[str,
         ({"num_hidden_layers": 2, "layer_types": ["linear_attention"] * 2}, "state is not known"),
         ({"num_hidden_layers": 2, **MAMBA2}, "which ones are recurrent"),
         ({"num_hidden_layers": 2, "num_attention_heads": None}, "num_attention_heads"),
+        ({"num_hidden_layers": 2, "attn_type_list": [0, 1]}, "which ones are recurrent"),
+        ({"num_hidden_layers": 2, "hidden_size": "256"}, "hidden_size"),
         ({"num_hidden_layers": 8, **GDN, "linear_conv_kernel_dim": None}, "linear_conv_kernel_dim"),
     ],
 )
@@ -168,7 +170,10 @@ def test_a_local_config_is_read_as_a_built_in_one(tmp_path: Path) -> None:
     assert (read_back.attention, read_back.recurrence) == (built_in.attention, built_in.recurrence)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{"])
+LISTED = json.dumps({**BASE, "num_hidden_layers": 2, "intermediate_size": [512, 256]})
+
+
+@pytest.mark.parametrize("content", ["", "[]", "{", LISTED])
 def test_a_file_that_is_no_config_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"config\.json"):
