@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hicache.errors import ConfigError
-from hicache.plan.workload import Block, Workload
+from hicache.plan.workload import Workload
 
 STEPS = 50
 
@@ -41,21 +41,18 @@ class ReuseCurve:
         """Raises ConfigError for a trace without block ids, or of a single moment."""
         if not workload.has_blocks:
             raise ConfigError("trace", "lengths only", "block ids, to tell what is reused")
-        gaps, tokens, left = _uses(workload)
-        self.gaps_s: npt.NDArray[np.float64] = gaps  # [uses]: since the use before; inf at the first
-        self.tokens: npt.NDArray[np.float64] = tokens  # [uses]: prompt tokens of the block
-        self.left_s: npt.NDArray[np.float64] = left  # [uses]: to the next use, or to the end of the trace
         first, last = workload.requests[0], workload.requests[-1]
         self.duration_s = last.at_s - first.at_s
         if self.duration_s <= 0:
             raise ConfigError("trace", self.duration_s, "requests at more than one moment")
         self.served_token_s = sum((r.input_tokens + r.output_tokens) * r.service_s for r in workload.requests)
+        self.total_tokens, self._reused, self._kept = _uses(workload, end_s=last.at_s)
 
     def at(self, ttl_s: float) -> TtlPoint:
         """The point of one TTL."""
-        hits = float(self.tokens[self.gaps_s <= ttl_s].sum())
-        total = float(self.tokens.sum())
-        held = float((self.tokens * np.minimum(self.left_s, ttl_s)).sum())
+        hits = float(self._reused.tokens[self._reused.gaps_s <= ttl_s].sum())
+        held = self._reused.held(ttl_s) + self._kept.held(ttl_s)
+        total = self.total_tokens
         return TtlPoint(
             ttl_s=ttl_s,
             hit_ratio=hits / total,
@@ -78,22 +75,40 @@ class ReuseCurve:
         return self.at(low)
 
 
-def _uses(workload: Workload) -> tuple[npt.NDArray[np.float64], ...]:
-    gaps: list[float] = []
-    tokens: list[int] = []
-    left: list[float] = []
-    last_use: dict[Block, int] = {}  # by block: which use
-    uses_at: list[float] = []
-    end_s = workload.requests[-1].at_s
+@dataclass(frozen=True, slots=True)
+class _Gaps:
+    """Tokens by the time that they were not used for: both [n], neighbours of one gap together."""
+
+    gaps_s: npt.NDArray[np.float64]
+    tokens: npt.NDArray[np.float64]
+
+    def held(self, ttl_s: float) -> float:
+        """Token-seconds that a TTL keeps them for."""
+        return float((self.tokens * np.minimum(self.gaps_s, ttl_s)).sum())
+
+
+def _uses(workload: Workload, *, end_s: float) -> tuple[float, _Gaps, _Gaps]:
+    """All prompt tokens, the gaps before they were used again, and the times from last uses to the end.
+
+    A prompt's blocks were mostly last used together: runs of one gap are kept as one.
+    """
+    used_at = np.full(workload.block_count, -np.inf)
+    block_tokens = np.zeros(workload.block_count)
+    total = 0.0
+    gaps: list[npt.NDArray[np.float64]] = []
+    weights: list[npt.NDArray[np.float64]] = []
     for request in workload.requests:
-        at = request.at_s
-        for position, block in enumerate(request.blocks or ()):
-            use, before = len(gaps), last_use.get(block)
-            gaps.append(np.inf if before is None else at - uses_at[before])
-            if before is not None:
-                left[before] = at - uses_at[before]
-            tokens.append(max(0, min(workload.block_tokens, request.input_tokens - position * workload.block_tokens)))
-            left.append(end_s - at)
-            uses_at.append(at)
-            last_use[block] = use
-    return np.array(gaps), np.array(tokens, dtype=np.float64), np.array(left)
+        blocks = request.blocks
+        if blocks is None or not len(blocks):
+            continue
+        ends = np.arange(1, len(blocks) + 1) * workload.block_tokens
+        tokens = np.clip(workload.block_tokens - (ends - request.input_tokens), 0, workload.block_tokens).astype(float)
+        gap = request.at_s - used_at[blocks]
+        starts = np.flatnonzero(np.append(True, gap[1:] != gap[:-1]))
+        gaps.append(gap[starts])
+        weights.append(np.add.reduceat(tokens, starts))
+        used_at[blocks], block_tokens[blocks] = request.at_s, tokens
+        total += float(tokens.sum())
+    gap, weight = np.concatenate(gaps), np.concatenate(weights)
+    again, seen = np.isfinite(gap), np.isfinite(used_at)
+    return total, _Gaps(gap[again], weight[again]), _Gaps(end_s - used_at[seen], block_tokens[seen])

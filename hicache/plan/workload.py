@@ -10,8 +10,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
+import numpy as np
+import numpy.typing as npt
 import zstandard
 
 from hicache.errors import ConfigError
@@ -20,18 +22,18 @@ from hicache.traces import MOONCAKE_BLOCK_TOKENS, read_mooncake_trace, text_line
 
 DECODE_TOKENS_PER_S = 50.0  # of one request, where a trace does not say how long it took
 
-Block = int | tuple[int, int]  # an id of the whole trace, or of one session
+Blocks: TypeAlias = npt.NDArray[np.int64]  # [blocks of a prompt], numbered from 0 over the whole trace
 
 
 @dataclass(frozen=True, slots=True)
 class ServedRequest:
-    """``blocks`` name prefixes of ``block_tokens`` each, the last one perhaps partial; None where none are told."""
+    """``blocks`` number prefixes of ``block_tokens`` each, the last one perhaps partial; None where none are told."""
 
     at_s: float
     input_tokens: int
     output_tokens: int
     service_s: float
-    blocks: tuple[Block, ...] | None
+    blocks: Blocks | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +42,7 @@ class Workload:
 
     requests: tuple[ServedRequest, ...]
     block_tokens: int
+    block_count: int = 0
     one_session_at_a_time: bool = False
 
     @property
@@ -73,19 +76,23 @@ def _read(path: str | Path) -> Workload:
     if first.startswith("TIMESTAMP"):
         return Workload(tuple(_azure(path)), 1)
     if "requests" in json.loads(first):
-        block_tokens = int(json.loads(first)["block_size"])
-        return Workload(tuple(sorted(_sessions(path), key=lambda r: r.at_s)), block_tokens, one_session_at_a_time=True)
-    requests = (
+        return _sessions(path, block_tokens=int(json.loads(first)["block_size"]))
+    return _mooncake(path)
+
+
+def _mooncake(path: str | Path) -> Workload:
+    numbers: dict[int, int] = {}
+    requests = [
         ServedRequest(
             request.timestamp_ms / 1000,
             request.input_length,
             request.output_length,
             request.output_length / DECODE_TOKENS_PER_S,
-            request.hash_ids,
+            np.array([numbers.setdefault(block, len(numbers)) for block in request.hash_ids], dtype=np.int64),
         )
         for request in read_mooncake_trace(path)
-    )
-    return Workload(tuple(sorted(requests, key=lambda r: r.at_s)), MOONCAKE_BLOCK_TOKENS)
+    ]
+    return Workload(tuple(sorted(requests, key=lambda r: r.at_s)), MOONCAKE_BLOCK_TOKENS, len(numbers))
 
 
 def _azure(path: str | Path) -> Iterator[ServedRequest]:
@@ -95,18 +102,22 @@ def _azure(path: str | Path) -> Iterator[ServedRequest]:
         yield ServedRequest(at, int(row["ContextTokens"]), output, output / DECODE_TOKENS_PER_S, None)
 
 
-def _sessions(path: str | Path) -> Iterator[ServedRequest]:
+def _sessions(path: str | Path, *, block_tokens: int) -> Workload:
     """Sessions one after the other, as one user would have them: figures are per session that is open."""
-    start, scope = 0.0, 0
+    found: list[ServedRequest] = []
+    start_s, first_block = 0.0, 0
     for line in text_lines(path):
-        end = start
+        end_s = start_s
         for offset_s, requests in _conversations(json.loads(line)["requests"]):
-            for request in requests:
-                served = _served(request, at_s=start + offset_s + float(request["t"]), scope=scope)
-                end = max(end, served.at_s + served.service_s)
-                yield served
-            scope += 1
-        start = end
+            served = [_served(request, start_s + offset_s, first_block) for request in requests]
+            found += served
+            end_s = max([end_s, *(request.at_s + request.service_s for request in served)])
+            first_block = 1 + max(
+                [first_block, *(int(r.blocks.max()) for r in served if r.blocks is not None and len(r.blocks))]
+            )
+        start_s = end_s
+    found.sort(key=lambda request: request.at_s)
+    return Workload(tuple(found), block_tokens, first_block, one_session_at_a_time=True)
 
 
 def _conversations(requests: list[dict[str, Any]]) -> Iterator[tuple[float, list[dict[str, Any]]]]:
@@ -117,8 +128,8 @@ def _conversations(requests: list[dict[str, Any]]) -> Iterator[tuple[float, list
             yield float(agent["t"]), agent["requests"]
 
 
-def _served(request: Mapping[str, Any], *, at_s: float, scope: int) -> ServedRequest:
+def _served(request: Mapping[str, Any], start_s: float, first_block: int) -> ServedRequest:
     output = int(request["out"])
     service_s = float(request.get("api_time") or output / DECODE_TOKENS_PER_S)
-    blocks = tuple((scope, int(block)) for block in request["hash_ids"])
-    return ServedRequest(at_s, int(request["in"]), output, service_s, blocks)
+    blocks = np.array(request["hash_ids"], dtype=np.int64) + first_block
+    return ServedRequest(start_s + float(request["t"]), int(request["in"]), output, service_s, blocks)

@@ -10,6 +10,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import zstandard
 
@@ -31,15 +32,21 @@ def random_workload(seed: int, count: int = 60) -> Workload:
     """Prompts that grow out of one another, as conversations do; blocks are named by their path."""
     draw = random.Random(seed)
     paths: list[tuple[int, ...]] = [()]
-    names: dict[tuple[int, ...], int] = {}
+    names: dict[Any, int] = {}
     requests = []
     for number in range(count):
         path = draw.choice(paths) + tuple(draw.randrange(3) for _ in range(draw.randrange(1, 4)))
         paths.append(path)
-        blocks = tuple(names.setdefault(path[: i + 1], len(names)) for i in range(len(path)))
         tokens = len(path) * BLOCK - draw.randrange(BLOCK)
+        sizes = [min(BLOCK, tokens - i * BLOCK) for i in range(len(path))]  # a partial block has a name of its own
+        blocks = np.array([names.setdefault((path[: i + 1], size), len(names)) for i, size in enumerate(sizes)])
         requests.append(ServedRequest(number * draw.choice([0.5, 1.0]), tokens, 3, 0.2, blocks))
-    return Workload(tuple(sorted(requests, key=lambda r: r.at_s)), BLOCK)
+    return Workload(tuple(sorted(requests, key=lambda r: r.at_s)), BLOCK, len(names))
+
+
+def blocks_of(request: ServedRequest) -> list[int]:
+    assert request.blocks is not None
+    return [int(block) for block in request.blocks]
 
 
 def simulated(workload: Workload, ttl_s: float) -> tuple[int, int]:
@@ -48,7 +55,7 @@ def simulated(workload: Workload, ttl_s: float) -> tuple[int, int]:
     found = missed = 0
     for request in workload.requests:
         is_prefix = True
-        for position, block in enumerate(request.blocks or ()):
+        for position, block in enumerate(blocks_of(request)):
             tokens = min(BLOCK, request.input_tokens - position * BLOCK)
             is_prefix = is_prefix and block in used and request.at_s - used[block] <= ttl_s
             found, missed = (found + tokens, missed) if is_prefix else (found, missed + tokens)
@@ -79,7 +86,7 @@ def test_what_is_held_is_the_mean_over_time(seed: int) -> None:
         latest: dict[Any, tuple[float, int]] = {}
         for request in workload.requests:
             if request.at_s <= now:
-                for position, block in enumerate(request.blocks or ()):
+                for position, block in enumerate(blocks_of(request)):
                     latest[block] = request.at_s, min(BLOCK, request.input_tokens - position * BLOCK)
         held += sum(tokens for at, tokens in latest.values() if now - at <= ttl_s) * step
     assert curve.at(ttl_s).resident_tokens == pytest.approx(held / curve.duration_s, rel=0.05)
@@ -142,7 +149,7 @@ def test_traces_of_three_forms_are_read(tmp_path: Path, packing: str) -> None:
     assert ReuseCurve(mooncake).at(10).hit_ratio == pytest.approx(512 / 1200)
     sessions = read_workload(written("s.jsonl", lines(SESSIONS)))
     assert [(r.at_s, r.input_tokens) for r in sessions.requests] == [(0.0, 100), (3.5, 64), (10.0, 128), (11.0, 100)]
-    assert len({block for r in sessions.requests for block in r.blocks or ()}) == 5  # ids are a conversation's own
+    assert len({block for r in sessions.requests for block in blocks_of(r)}) == 5  # ids are a conversation's own
     azure = read_workload(written("a.csv", AZURE))
     assert azure.lengths.requests == ((374, 44, 1.0), (396, 109, 1.0))
     with pytest.raises(ConfigError, match="block ids"):
@@ -209,11 +216,10 @@ def test_a_store_keeps_each_byte_once() -> None:
 def test_writes_wear_drives_as_measured() -> None:
     """41.8 TB an hour on a 7.68 TB drive are 133 drive writes a day: 70B, blocks of 160 MiB, conversation."""
     blocks, seconds = 249_242, 3537
-    requests = tuple(ServedRequest(i * seconds / (blocks - 1), 512, 1, 1.0, (i,)) for i in range(blocks))
-    curve = ReuseCurve(Workload(requests[:: blocks // 500], 512))
+    requests = tuple(ServedRequest(i * seconds / 499, 512, 1, 1.0, np.array([i])) for i in range(500))
+    curve = ReuseCurve(Workload(requests, 512, 500))
     settings = Settings(model=model("llama-3-70b"), machine=machine("h200"), tp=4)
-    rate = blocks / len(requests[:: blocks // 500])
-    request = TierRequest(l3_bytes=int(7.68e12), curve=curve, rate=rate)
+    request = TierRequest(l3_bytes=int(7.68e12), curve=curve, rate=blocks / 500)
     tiers = plan_tiers(settings, work_out(settings), request, Ledger())
     assert tiers.drive_writes_per_day == pytest.approx(133, rel=0.01)
 
