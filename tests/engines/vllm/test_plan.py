@@ -3,30 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import warnings
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from vllm.config import vllm as vllm_config_module
-from vllm.engine.arg_utils import AsyncEngineArgs
-from vllm.model_executor.models import ModelRegistry
-from vllm.platforms.interface import Platform
-from vllm.utils.argparse_utils import FlexibleArgumentParser
-from vllm.v1.core.kv_cache_utils import (
-    get_kv_cache_capacity,
-    get_kv_cache_config_from_groups,
-    get_kv_cache_groups,
-)
-from vllm.v1.kv_cache_interface import (
-    FullAttentionSpec,
-    KVCacheLayout,
-    KVCacheSpec,
-    MambaSpec,
-    MLAAttentionSpec,
-    SlidingWindowSpec,
-)
 
 from hicache.plan.engine_flags import VERSIONS, engine_flags
 from hicache.plan.formula import Ledger
@@ -36,6 +18,30 @@ from hicache.plan.presets import CONFIGS, model
 from hicache.plan.settings import Settings
 from hicache.plan.sizes import kv_sizes, state_sizes
 from hicache.plan.vllm_pool import work_out
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # what vLLM and its libraries warn of when they are imported
+    import torch
+    from vllm.config import vllm as vllm_config_module
+    from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.model_executor.models import ModelRegistry
+    from vllm.platforms.interface import Platform
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+    from vllm.v1.core.kv_cache_utils import (
+        get_kv_cache_capacity,
+        get_kv_cache_config_from_groups,
+        get_kv_cache_groups,
+    )
+    from vllm.v1.kv_cache_interface import (
+        FullAttentionSpec,
+        KVCacheLayout,
+        KVCacheSpec,
+        MambaSpec,
+        MLAAttentionSpec,
+        SlidingWindowSpec,
+    )
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning", "ignore::UserWarning")
 
 DTYPES = {"bfloat16": torch.bfloat16, "fp8_e4m3": torch.uint8, "float32": torch.float32}
 CASES = [
