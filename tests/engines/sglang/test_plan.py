@@ -120,7 +120,7 @@ def random_settings(draw: random.Random) -> Settings:
         dp=draw.choice([1, 1, 2, 4]),
         state_dtype=draw.choice(["float32", "bfloat16", "float16"]),
         conv_dtype=draw.choice(["float32", "bfloat16"]),
-        strategy="extra_buffer" if not overlap and strategy == "extra_buffer_lazy" else strategy,  # type: ignore[arg-type]  # of the three
+        strategy="extra_buffer" if not overlap and strategy == "extra_buffer_lazy" else strategy,
         overlap=overlap,
         radix_cache=draw.random() < 0.8,
         skip_decode_lock=draw.random() < 0.3,
@@ -284,7 +284,7 @@ def test_the_engine_takes_the_flags(name: str) -> None:
             dcp=2 if not model(name).window_attention else 1,
             ring_depth=16 if more.get("replay_ring") else None,
             max_running_requests=64,
-            **more,  # type: ignore[arg-type]  # of one of the three
+            **more,
         )
         flags = engine_flags("sglang", settings, work_out(settings), l2_bytes=200 * GIB)
         parsed = parser.parse_args(["--model-path", "m", *flags.arguments])
