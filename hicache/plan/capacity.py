@@ -67,7 +67,8 @@ def work_out(settings: Settings, ledger: Ledger | None = None) -> Capacity:
 
 def _of_vllm(settings: Settings, ledger: Ledger, rest: int, kv: KvSizes, state: StateSizes) -> Capacity:
     pool = vllm_pool.work_out(settings, kv, state, rest, ledger)
-    limits: dict[Bound, int] = {"weights": 0} if rest <= 0 else {"kv_tokens": pool.requests}
+    bound: Bound = "kv_tokens" if settings.model.attention else "state_slots"
+    limits: dict[Bound, int] = {"weights": 0} if rest <= 0 else {bound: pool.requests}
     if rest > 0 and settings.running_max_per_dp is not None:
         limits["max_running_requests"] = settings.running_max_per_dp
     pools = Pools(pool.states_per_request, pool.state_slots, 0, 0, max(0, rest))

@@ -200,14 +200,15 @@ def _l2_slots(settings: Settings, request: TierRequest) -> dict[str, int]:
 def _l2_tokens(settings: Settings, slots: dict[str, int], ledger: Ledger) -> int:
     states = [count for name, count in slots.items() if name.startswith("state")]
     pages = [count for name, count in slots.items() if not name.startswith("state")]
+    snapshot_tokens = (
+        max(settings.page_tokens, settings.chunk_tokens // settings.dp) if states else settings.page_tokens
+    )
     tokens: int = ledger.work_out(
         formulas.L2_TOKENS,
         page_slots=min(pages or states),
-        page_tokens=settings.page_tokens,
+        page_tokens=settings.page_tokens if pages else snapshot_tokens,
         state_slots=min(states or pages),
-        snapshot_tokens=max(settings.page_tokens, settings.chunk_tokens // settings.dp)
-        if states
-        else settings.page_tokens,
+        snapshot_tokens=snapshot_tokens,
         dp=settings.dp,
     )
     return tokens

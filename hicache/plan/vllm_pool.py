@@ -59,7 +59,7 @@ def work_out(settings: Settings, kv: KvSizes, state: StateSizes, rest_bytes: int
         )
     )
     block_tokens = _block_tokens(settings, kv, state, ledger)
-    row = kv.row_bytes or 1
+    row = kv.row_bytes or _state_page_bytes(settings, state)  # without attention, a block is a state
     block_bytes = ledger.work_out(
         formulas.VLLM_BLOCK_BYTES, group_layers=groups.layers, block_tokens=block_tokens, row_bytes=row
     )
@@ -125,15 +125,22 @@ def _request_numbers(settings: Settings, groups: Groups, block_tokens: int, ledg
 def _block_tokens(settings: Settings, kv: KvSizes, state: StateSizes, ledger: Ledger) -> int:
     """Tokens of a block: as set, unless a state needs it larger."""
     alignment = settings.page_tokens
-    if state is NO_STATE or not kv.row_bytes:
+    if not kv.row_bytes:
+        return 1
+    if state is NO_STATE:
         return alignment
     if any(group.is_mla for group in settings.model.attention):
         alignment = max(alignment, MLA_ALIGNMENT_TOKENS)
-    [recurrence] = settings.model.recurrence
     tokens: int = ledger.work_out(
         formulas.VLLM_BLOCK,
         alignment_tokens=alignment,
-        state_page_bytes=state.all_stages_bytes // len(recurrence.layers),
+        state_page_bytes=_state_page_bytes(settings, state),
         row_bytes=kv.row_bytes,
     )
     return tokens
+
+
+def _state_page_bytes(settings: Settings, state: StateSizes) -> int:
+    """Bytes of a state in one layer."""
+    [recurrence] = settings.model.recurrence
+    return state.all_stages_bytes // len(recurrence.layers)

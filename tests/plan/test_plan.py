@@ -302,6 +302,24 @@ def figures_of(shape: ModelShape, **more: Any) -> dict[str, Any]:
     return make_plan(Settings(model=shape, machine=B300, **more)).as_json()
 
 
+def test_a_model_without_attention_is_bound_by_its_states() -> None:
+    config = {"model_type": "mamba2", "num_hidden_layers": 64, "hidden_size": 2560, "num_heads": 80, "head_dim": 64}
+    shape = read_config({**config, "n_groups": 1, "state_size": 128, "conv_kernel": 4}, name="m")
+    slot = 64 * ((80 * 64 + 2 * 128) * 3 * 2 + 80 * 64 * 128 * 4)
+    tiers = TierRequest(l2_bytes=8 * GIB)
+    for engine, slots, each in (
+        ("sglang", int(20 * GIB * 0.9 / 1.9) // slot - 1, 5),
+        ("vllm", 20 * GIB // slot - 1, 2),
+    ):
+        plan = make_plan(Settings(model=shape, machine=B300, engine=engine, rest_bytes=20 * GIB), tiers)
+        assert plan.ledger["state_bytes_per_slot_per_rank"].value == slot
+        assert plan.ledger["state_slots"].value == slots
+        assert plan.capacity.concurrent_requests == slots // each
+        assert plan.capacity.bound_by == "state_slots"
+        [held] = plan.tiers.held
+        assert held.tokens == 8 * GIB // slot * 8192  # a slot is whole pages of memory here
+
+
 def test_a_stage_without_layers_is_refused() -> None:
     with pytest.raises(ConfigError, match="at most 93"):
         plan_of("kimi-k3", pp=94)
