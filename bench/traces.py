@@ -1,75 +1,12 @@
-"""Request traces in Mooncake's format, and the tokens that their block ids stand for."""
+"""The tokens that the block ids of a trace stand for."""
 
 from __future__ import annotations
 
-import io
-import itertools
-import json
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Sequence
 
 import numpy as np
-import zstandard
 
-from hicache.errors import ConfigError
-
-MOONCAKE_BLOCK_TOKENS = 512
-_WINDOW_BYTES_MAX = 2**27  # the public traces are packed with long-distance matching
-
-
-@dataclass(frozen=True, slots=True)
-class TraceRequest:
-    """One line of a Mooncake trace: ``hash_ids`` name 512-token prefix blocks, the last one usually partial."""
-
-    timestamp_ms: int
-    input_length: int
-    output_length: int
-    hash_ids: tuple[int, ...]
-
-
-def read_mooncake_trace(path: str | Path, *, limit: int | None = None) -> Iterator[TraceRequest]:
-    """The first ``limit`` requests of a ``.jsonl`` or ``.jsonl.zst`` file.
-
-    Raises ConfigError for a file that is not there or cannot be read as text, and for a line that is not a request,
-    with its number.
-    """
-    if not Path(path).is_file():
-        raise ConfigError("trace", str(path), "a file: a Mooncake trace, .jsonl or .jsonl.zst")
-    try:
-        yield from _read(path, limit)
-    except (OSError, UnicodeDecodeError, zstandard.ZstdError) as error:
-        raise ConfigError("trace", str(path), f"a readable .jsonl or .jsonl.zst file in UTF-8 ({error})") from error
-
-
-def _read(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
-    with open(path, "rb") as file:
-        raw = (
-            zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX).stream_reader(file)
-            if str(path).endswith(".zst")
-            else file
-        )
-        lines = io.TextIOWrapper(raw, encoding="utf-8")
-        for number, line in enumerate(itertools.islice(lines, limit), start=1):
-            yield _parse(line, f"{path}:{number}")
-
-
-def _parse(line: str, place: str) -> TraceRequest:
-    try:
-        fields = json.loads(line)
-        request = TraceRequest(
-            int(fields["timestamp"]),
-            int(fields["input_length"]),
-            int(fields["output_length"]),
-            tuple(map(int, fields["hash_ids"])),
-        )
-    except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
-        raise ConfigError(
-            place, line.strip()[:80], "a JSON object with timestamp, input_length, output_length and hash_ids"
-        ) from error
-    if not request.hash_ids or min(request.hash_ids) < 0 or request.input_length < 1 or request.output_length < 0:
-        raise ConfigError(place, line.strip()[:80], "at least one input token and one block id, none of them negative")
-    return request
+from hicache.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest
 
 
 def prompt_of(request: TraceRequest, *, scale: int, vocab: int, tokens_max: int, seed: int = 0) -> list[int]:

@@ -129,7 +129,7 @@ class Transfers:
         number = next(self._numbers)
         self._done[number] = threading.Event()
         items = tuple(CopyItem(0, page, page) for page in range(self.pages))
-        self.executor.submit(CopyJob(number, kind, items, by_layer))
+        self.executor.submit(CopyJob(number, kind, items, by_layer=by_layer))
         return self._done[number]
 
     def load(self) -> threading.Event:

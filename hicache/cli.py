@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from hicache.errors import ConfigError, HiCacheError
+from hicache.plan.command import plan
 
 TRACE_REQUESTS = 400
 TRACE_SCALE = 32
@@ -63,6 +64,9 @@ def demo(trace: str | None, requests: int | None, scale: int | None, seed: int, 
     except KeyboardInterrupt:  # while torch was being loaded; later ones are run_demo's
         click.echo("hicache: the demo was stopped by SIGINT", err=True)
         sys.exit(128 + signal.SIGINT)
+
+
+cli.add_command(plan)
 
 
 def main() -> None:

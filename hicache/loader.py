@@ -238,7 +238,7 @@ class Loader:
         if by_layer:
             load.in_flight = items
         self._jobs.emit(
-            lambda job_id: CopyJob(job_id, kind, items, by_layer),
+            lambda job_id: CopyJob(job_id, kind, items, by_layer=by_layer),
             lambda outcomes: self._copied(kind, load, parts, outcomes),
         )
 

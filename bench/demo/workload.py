@@ -7,8 +7,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest, prompt_of, read_mooncake_trace
+from bench.traces import prompt_of
 from hicache.errors import ConfigError
+from hicache.traces import MOONCAKE_BLOCK_TOKENS, TraceRequest, read_mooncake_trace
 
 TENANTS = ("amber", "birch")
 LONG_PROMPT_TOKENS = 33  # two pages, and a token that is always computed

@@ -10,8 +10,9 @@ import pytest
 import zstandard
 
 from bench.demo.workload import TENANTS, TraceScale, built_in_workload, trace_workload
-from bench.traces import TraceRequest, prompt_of, read_mooncake_trace
+from bench.traces import prompt_of
 from hicache.errors import ConfigError
+from hicache.traces import TraceRequest, read_mooncake_trace
 
 SHARED_TRACE = Path(__file__).parents[3] / "shared/traces/mooncake_conversation_trace.jsonl.zst"
 
