@@ -360,9 +360,9 @@ class SchedulerSide:
             if not entry.is_over and (entry.load is None or entry.load.failed or entry.is_stale):
                 failed.add(request_id)
                 self.counts.loads_failed += 1
-            entry.load, entry.is_stale = None, False
-            if entry.is_over:
+            if entry.is_over or entry.is_stale or entry.is_refused:
                 self._release(entry)
+            entry.load, entry.is_stale = None, False
         return frozenset(ended), frozenset(failed)
 
     # -- the whole cache ---------------------------------------------------------------------------------------------
@@ -378,8 +378,6 @@ class SchedulerSide:
             entry.is_stale = entry.load is not None or entry.wanted is not None
             if not entry.is_stale:
                 self._release(entry)
-            else:
-                entry.hashes = []
 
     def samples(self) -> Samples:
         """Everything that was counted since start."""
