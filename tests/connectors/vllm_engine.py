@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from hicache.connectors.vllm_scheduler import Geometry, Identity, SchedulerSide
+from hicache.connectors.vllm_pages import Geometry
+from hicache.connectors.vllm_scheduler import Identity, SchedulerSide
 from hicache.connectors.vllm_settings import VllmSettings
 from hicache.connectors.vllm_spec import described
 from hicache.connectors.vllm_worker import Introduction, Place, WorkerSide
