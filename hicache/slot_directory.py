@@ -171,6 +171,8 @@ class SlotDirectory:
         """
         self._check_not_released(record)
         record.own_pages = own = self._own_pages(record, own_tokens)
+        if not self._jobs.has_lost:
+            self._saver.ask(record, own)
         return max(own_tokens, self._loader.usable_pages(record, own) * self.spec.page_tokens)
 
     def attention(self, record: SlotRecord) -> int:

@@ -206,7 +206,7 @@ def time_passes(walk: SlotWalk) -> None:
 
 
 def a_task_is_done(walk: SlotWalk) -> None:
-    walk.world.run(walk.rng.randrange(1000), walk.fault(share=0.3))
+    walk.world.run(walk.rng.randrange(1000), walk.fault(share=0.6))
 
 
 def all_tasks_are_done(walk: SlotWalk) -> None:

@@ -75,8 +75,9 @@ def test_the_random_lives_reach_what_they_are_for() -> None:
 
 CHEAPEST = (
     "a step does not wait for the saves that read its slots",
-    "a load that failed is taken for whole",
-    "what a load reads may be evicted",
+    "a load keeps what it has read for ever",
+    "a load takes a window for the engine's own that it has not",
+    "what was promised may be evicted",
     "a failed copy is published in L2",
     "what L3 does not have is noted as there",
 )
@@ -84,7 +85,7 @@ CHEAPEST = (
 
 @pytest.mark.parametrize("mutant", [mutant for mutant in SLOT_MUTANTS if mutant.name in CHEAPEST], ids=lambda m: m.name)
 def test_a_fault_in_the_directory_is_found_by_walking(mutant: Mutant) -> None:
-    assert hunt(mutant, walk_of=walk_of, steps_max=1000) is not None
+    assert hunt(mutant, walk_of=walk_of, steps_max=1200) is not None
 
 
 def test_every_mutant_fits_the_code() -> None:
