@@ -126,7 +126,12 @@ _ENVIRONMENT = re.compile(
 )
 
 _DUMMY_FORMATS = ("dummy",)
-_LOCAL_FORMATS = ("auto", "hf", "safetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes", "fastsafetensors")
+_LOCAL_FORMATS = frozenset(
+    {
+        *("auto", "hf", "safetensors", "pt", "npcache", "mistral", "gguf", "bitsandbytes", "fastsafetensors"),
+        *("instanttensor", "sharded_state", "runai_streamer", "runai_streamer_sharded"),
+    }
+)
 
 
 @dataclass(frozen=True, slots=True)

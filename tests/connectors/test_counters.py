@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -50,6 +53,13 @@ def test_every_sample_is_of_a_registered_metric_with_all_its_labels() -> None:
     samples = samples_of(stats(), status())
     assert {name: len(labels) for name, *labels in samples} == {name: len(registered[name]) for name, *_ in samples}
     assert {name for name, *_ in samples} == set(registered)
+
+
+def test_every_metric_is_documented_with_its_labels() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "vllm_metrics.md").read_text()
+    rows = re.findall(r"^\| `vllm:hicache_(\w+)` \| (.*?) ?\| (gauge)?", text, re.MULTILINE)
+    documented = {(name, tuple(re.findall(r"`(\w+)`", labels)), bool(gauge)) for name, labels, gauge in rows}
+    assert documented == {(metric.name, metric.labels, metric.is_gauge) for metric in METRICS}
 
 
 def test_counts_stand_under_their_labels() -> None:

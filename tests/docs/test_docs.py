@@ -148,7 +148,15 @@ def test_every_setting_of_ranks_is_documented_with_its_default_and_the_example_r
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "ARCHITECTURE.md", "docs/decisions/README.md", "docs/engine.md", "docs/faults.md"]
+    "document",
+    [
+        "README.md",
+        "ARCHITECTURE.md",
+        "docs/decisions/README.md",
+        "docs/engine.md",
+        "docs/faults.md",
+        "docs/vllm_tier.md",
+    ],
 )
 def test_what_a_document_points_to_exists(document: str) -> None:
     text = (ROOT / document).read_text()

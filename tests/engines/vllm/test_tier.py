@@ -77,6 +77,9 @@ def test_a_new_engine_finds_what_an_old_one_stored(start: StartDaemon, engine: S
     first = process.generate(*asked)
     salted = process.ask(asked[0], salt="of a tenant")
     process.stop()
+    if model == "llama":
+        process.close()  # names are the same in another process
+        process = engine()
     process.start(model, tiered(daemon))
     again = process.generate(*asked)
     stranger = process.ask(asked[0], salt="of another")
