@@ -82,7 +82,13 @@ def _target(link: str) -> str:
 
 
 def failed_loads(engine: Engine) -> int:
+    """Copies that a connector of `mutants.FailsLoads` has let fail."""
     return int(engine.scheduler.connector.loads_failed)
+
+
+def flush(engine: Engine, *, timeout_s: float) -> bool:
+    """Whether everything that was saved has come to the store within the time."""
+    return bool(engine.scheduler.connector._side.cache.flush(timeout_s=timeout_s))
 
 
 def storm(

@@ -49,6 +49,7 @@ def store(make: StartEngine, model: str, target: str) -> Stored:
     digests = storing.run("bytes_of", prompt=turn.prompt, tokens=RESTORED_TOKENS)  # stores as it runs
     storing.reset()
     check([turn], [storing.ask(turn.prompt)])
+    storing.flush()
     process.end()
     return Stored(model, turn, next_turn, digests)
 

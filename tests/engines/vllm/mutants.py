@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -11,6 +10,7 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from hicache.connectors import vllm_worker
 from hicache.connectors.vllm import HiCacheConnector
+from hicache.jobs import CopyKind
 
 
 class SkipsStates(HiCacheConnector):
@@ -70,20 +70,22 @@ class LoadsOtherRank(HiCacheConnector):
 
 
 class FailsLoads(HiCacheConnector):
-    """Whose loads all fail, as those from memory that has gone bad would; counts them."""
+    """Whose copies from L2 into the engine's blocks all fail; they are counted."""
 
     loads_failed = 0
 
-    def set_xfer_handshake_metadata_pp_aware(self, metadata: Any) -> None:
-        super().set_xfer_handshake_metadata_pp_aware(metadata)
-        cache, load = self._side.cache, self._side.cache.load
+    def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
+        super().register_kv_caches(kv_caches)
+        executor = self._worker._worker._executor
+        copy_group = executor._copy_group
 
-        def failing(*arguments: Any, **named: Any) -> Any:
-            self.loads_failed += 1
-            load(*arguments, **named)
-            return SimpleNamespace(done=True, failed=True, by_source={}, tokens=0)
+        def failing(kind: CopyKind, group: int, items: Any) -> None:
+            if kind is CopyKind.LOAD:
+                type(self).loads_failed += 1
+                raise OSError("a copy that was made to fail")
+            copy_group(kind, group, items)
 
-        cache.load = failing
+        executor._copy_group = failing
 
 
 def _elsewhere(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,8 @@ from tests.engines.vllm.rig import hicache
 
 StartThread = Callable[..., ThreadedDaemon]
 GETS = (FaultKind.DELAY, FaultKind.SHORT, FaultKind.EIO, FaultKind.WRONG_BYTES, FaultKind.NEVER, FaultKind.LATE)
-PUTS = (FaultKind.DELAY, FaultKind.EIO, FaultKind.ENOSPC, FaultKind.NEVER)
+PUTS = (FaultKind.EIO, FaultKind.ENOSPC, FaultKind.NEVER, FaultKind.DELAY)  # a disk that is full costs older objects
+GROUPS_MAX = 4
 PATIENCE = {"prefetch_mode": "timeout", "prefetch_base_s": 0.5, "prefetch_per_ki_token_s": 0.0}
 
 
@@ -30,6 +31,7 @@ def test_br_001_whatever_a_get_meets_the_answer_is_right_and_the_store_is_used_a
     asked = answered(process, model, count=len(GETS))
     storing = process.start(model, hicache(target))
     check(asked, [storing.ask(each.prompt) for each in asked])
+    storing.flush()
     storing.stop()
 
     loading = process.start(model, hicache(target, **PATIENCE))
@@ -61,6 +63,8 @@ def test_whatever_a_put_meets_the_answer_is_right_and_nothing_half_stored_is_ser
         fault = daemon.backend.arm("put", Fault(kind, delay_s=0.2))
         check([each], [storing.ask(each.prompt)])
         wait_until(fault.entered.is_set, what=f"{kind}: the store was asked")
+        if kind is FaultKind.DELAY:
+            storing.flush()
         daemon.backend.disarm()
         storing.stop()
 
@@ -80,6 +84,7 @@ def test_br_038_a_daemon_that_is_killed_and_comes_back_costs_no_answer_and_no_re
     asked = answered(process, "llama", count=24)
     storing = process.start("llama", hicache(target))
     check(asked, [storing.ask(each.prompt) for each in asked])
+    storing.flush()
     storing.stop()
 
     loading = process.start("llama", hicache(target, **PATIENCE))
@@ -120,7 +125,7 @@ def test_a_load_that_always_fails_ends_in_computing_and_is_not_tried_for_ever(en
         failing.reset()
         output = check([each], [failing.ask(each.prompt)])[0]  # it is in L2: a load begins, and fails
         assert output.cached == 0
-        assert 1 <= failing.run("failed_loads") <= 3, model
+        assert 1 <= failing.run("failed_loads") <= GROUPS_MAX, model  # one load, of all groups
         process.stop()
     process.close()
 

@@ -17,7 +17,9 @@ def test_br_007_two_ranks_restore_what_two_stored_and_one_does_not_and_the_check
     process = engine()
     turn, next_turn = answered(process, "llama", count=2)
     stored = Stored("llama", turn, next_turn, [], TWO)
-    check([turn], [start_again(process, stored, target).ask(turn.prompt)])
+    storing = start_again(process, stored, target)
+    check([turn], [storing.ask(turn.prompt)])
+    storing.flush()
     process.end()
 
     process = engine()

@@ -13,7 +13,7 @@ from tests.engines.vllm.rig import hicache, prompt
 from tests.faults.table import BASE_METRICS
 
 BLOCKS = {"llama": 40, "qwen3-next": 14}  # too few for four requests at once
-TOKENS = 12
+TOKENS = 8
 
 
 @pytest.mark.parametrize("model", BLOCKS)
@@ -29,7 +29,7 @@ def test_storms_of_preemptions_and_aborts_leave_nothing_behind(
     alone.stop()
 
     target = daemon.target.replace("unix:", "unix://")
-    crowded = process.start(model, hicache(target, l2_bytes=4 << 20), num_gpu_blocks_override=BLOCKS[model])
+    crowded = process.start(model, hicache(target, l2_bytes=16 << 20), num_gpu_blocks_override=BLOCKS[model])
     prompts = [each.prompt for each in asked]
     preemptions = 0
     held = []
