@@ -36,7 +36,8 @@ from hicache.connectors.vllm_identity import (
     weights_revision,
 )
 from hicache.connectors.vllm_metrics import HiCachePromMetrics, HiCacheStats
-from hicache.connectors.vllm_scheduler import Geometry, Identity, SchedulerSide, StepPlan
+from hicache.connectors.vllm_pages import Geometry
+from hicache.connectors.vllm_scheduler import Identity, SchedulerSide, StepPlan
 from hicache.connectors.vllm_settings import VllmSettings
 from hicache.connectors.vllm_spec import EngineSpec
 from hicache.connectors.vllm_worker import Place, WorkerSide

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 
+from hicache.backends.marker import MARKER_NAME
+from hicache.copies import PoolCopies
 from hicache.slot_cache import SlotCache
 from tests.connectors.vllm_engine import MODELS, PAGE, VllmEngine
 
@@ -41,10 +43,15 @@ def prompt(engine: VllmEngine) -> list[int]:
 
 
 def live(engine: VllmEngine, steps: int) -> None:
-    """Requests come, are preempted and aborted, whatever they are at."""
-    for number in range(steps):
+    """Requests come, are preempted and aborted, whatever they are at; and then end."""
+    live_on(engine, steps)
+    engine.run_to_end()
+
+
+def live_on(engine: VllmEngine, steps: int) -> None:
+    for _ in range(steps):
         if len(engine.waiting) < 6:
-            engine.submit(f"{number}", prompt(engine), generated=engine.random.randrange(2 * PAGE))
+            engine.submit(f"{engine.random.random()}", prompt(engine), generated=engine.random.randrange(2 * PAGE))
         engine.step()
         everybody = [*engine.running, *engine.waiting]
         if everybody and engine.random.random() < 0.15:
@@ -53,7 +60,6 @@ def live(engine: VllmEngine, steps: int) -> None:
                 engine.abort(victim)
         if engine.running and engine.random.random() < 0.1:
             engine.preempt(engine.random.choice(engine.running))
-    engine.run_to_end()
 
 
 def check_nothing_is_held(cache: SlotCache, engine: VllmEngine) -> None:
@@ -87,3 +93,73 @@ def test_what_one_engine_has_saved_another_loads(opened: Open, model: str, tmp_p
     second.run_to_end()
     assert second.tokens_loaded == (40 if model == "hybrid" else 48)
     check_nothing_is_held(second.cache, second)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_bytes_that_changed_in_l3_are_computed_instead(opened: Open, model: str, tmp_path: Path) -> None:
+    l3 = f"file://{tmp_path}/l3?shared=1"
+    first = opened(model, l3=l3, prefetch_mode="wait_complete")
+    first.submit("a", range(50), generated=10)
+    first.run_to_end()
+    assert first.cache.flush(timeout_s=20)
+    objects = [path for path in (tmp_path / "l3").rglob("*") if path.is_file() and path.name != MARKER_NAME]
+    assert objects
+    for path in objects:
+        content = bytearray(path.read_bytes())
+        content[::97] = bytes(byte ^ 0xFF for byte in content[::97])
+        path.write_bytes(content)
+    second = opened(model, l3=l3, prefetch_mode="wait_complete")
+    for name in "ab":
+        second.submit(name, range(50), generated=10)
+        second.run_to_end()
+    assert second.tokens_loaded == (40 if model == "hybrid" else 48)  # what it has saved itself, by the second request
+    check_nothing_is_held(second.cache, second)
+
+
+@pytest.mark.parametrize("leg", ["load", "backup"])
+@pytest.mark.parametrize("model", MODELS)
+def test_copies_that_fail_cost_their_requests_the_cache_and_no_more(
+    opened: Open, model: str, leg: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = getattr(PoolCopies, leg)
+    calls = iter(range(1_000_000))
+
+    def failing(self: PoolCopies, group: int, sources: list[int], targets: list[int]) -> None:
+        if next(calls) % (3 if leg == "load" else 7) == 0:
+            copy(self, group, sources[::-1], targets)  # some wrong bytes are there already
+            raise OSError("a copy failed on purpose")
+        copy(self, group, sources, targets)
+
+    monkeypatch.setattr(PoolCopies, leg, failing)
+    engine = opened(model, tp_size=2)
+    live(engine, 100)
+    assert engine.finished > 10
+    assert engine.tokens_loaded > 0
+    assert leg == "backup" or engine.loads_failed > 0
+    check_nothing_is_held(engine.cache, engine)
+
+
+def test_a_lost_rank_costs_the_engine_the_cache_and_no_more(opened: Open) -> None:
+    engine = opened("hybrid", tp_size=2)
+    live(engine, 30)
+    worker = engine.workers[1]._worker
+    assert worker is not None
+    worker.close()
+    finished = engine.finished
+    live(engine, 30)
+    assert engine.finished > finished
+    assert list(engine.cache.stats.ranks_lost) == [1]
+    loaded = engine.tokens_loaded
+    live(engine, 10)
+    assert engine.tokens_loaded == loaded
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_after_a_weight_update_nothing_of_before_is_loaded(opened: Open, model: str) -> None:
+    engine = opened(model)
+    for _ in range(5):
+        live_on(engine, 12)
+        engine.update_weights()
+    live(engine, 20)
+    assert engine.tokens_loaded > 0
+    check_nothing_is_held(engine.cache, engine)

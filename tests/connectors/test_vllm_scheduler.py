@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from hicache.connectors.counters import METRICS
-from hicache.connectors.vllm_scheduler import Geometry, Identity, SchedulerSide, StepPlan
+from hicache.connectors.vllm_pages import Geometry
+from hicache.connectors.vllm_scheduler import Identity, SchedulerSide, StepPlan
 from hicache.connectors.vllm_spec import BlockGroup
 from hicache.errors import UsageError
 from tests.connectors.vllm_fakes import FakeCache, Request

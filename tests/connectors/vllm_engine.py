@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-from hicache.connectors.vllm_scheduler import Geometry, Identity, SchedulerSide
+from hicache.connectors.vllm_pages import Geometry
+from hicache.connectors.vllm_scheduler import Identity, SchedulerSide
 from hicache.connectors.vllm_settings import VllmSettings
 from hicache.connectors.vllm_spec import described
 from hicache.connectors.vllm_worker import Introduction, Place, WorkerSide
@@ -115,6 +116,7 @@ class VllmEngine:
         self.tokens_loaded = 0
         self.loads_failed = 0
         self.finished = 0
+        self.weights = 0  # what it computes with
 
     def _view(self, name: str, raw: torch.Tensor) -> torch.Tensor:
         if name.startswith("s"):
@@ -144,6 +146,17 @@ class VllmEngine:
         self._free(entry)
         entry.request.num_computed_tokens = 0
         self.waiting.insert(0, entry)
+
+    def update_weights(self) -> None:
+        """As vLLM does it: nobody computes on, everybody begins anew, and the connector is reset."""
+        for entry in list(self.running):
+            self.preempt(entry)
+        for entry in self.waiting:
+            if not entry.is_loading:  # what has been loaded goes, too
+                self._free(entry)
+                entry.request.num_computed_tokens = 0
+        self.side.reset()
+        self.weights += 1
 
     def _free(self, entry: Running) -> None:
         for table in entry.tables:
@@ -188,8 +201,8 @@ class VllmEngine:
             if entry in self.running:
                 self._schedule(entry, scheduled, budget)
         for entry in list(self.waiting):
-            if not entry.is_loading and not self._admit(entry, scheduled, budget):
-                break
+            if not entry.is_loading:  # one that finds no blocks does not hold up others, which may have theirs
+                self._admit(entry, scheduled, budget)
         by_name = {entry.name: entry for entry in [*self.running, *self.waiting]}
         states = {name: by_name[name].states for name in scheduled if by_name[name].states}
         new_blocks, self.new_blocks = self.new_blocks, []
@@ -210,21 +223,19 @@ class VllmEngine:
         if not scheduled:
             self.cache.flush(timeout_s=20)
 
-    def _admit(self, entry: Running, scheduled: dict[str, int], budget: int) -> bool:
+    def _admit(self, entry: Running, scheduled: dict[str, int], budget: int) -> None:
         if entry.request.num_computed_tokens == 0:
             matched = self.side.matched(entry.request, 0)
             if matched is None:
-                return True
+                return
             if matched:
-                if not self._allocate(entry, matched, matched):
-                    return False
-                self.side.allocated(entry.request, entry.tables, matched)
-                entry.is_loading, entry.loaded = True, matched
-                return True
+                if self._allocate(entry, matched, matched):
+                    self.side.allocated(entry.request, entry.tables, matched)
+                    entry.is_loading, entry.loaded = True, matched
+                return
         self.waiting.remove(entry)
         self.running.append(entry)
         self._schedule(entry, scheduled, budget)
-        return entry in self.running
 
     def _schedule(self, entry: Running, scheduled: dict[str, int], budget: int) -> None:
         request = entry.request
@@ -277,7 +288,7 @@ class VllmEngine:
     # -- bytes -------------------------------------------------------------------------------------------------------
 
     def _expected(self, tokens: Sequence[int], layer: str, rank: int, size_bytes: int) -> torch.Tensor:
-        seed = blake2b(f"{layer} {rank} {list(tokens)}".encode(), digest_size=8).digest()
+        seed = blake2b(f"{self.weights} {layer} {rank} {list(tokens)}".encode(), digest_size=8).digest()
         return torch.frombuffer(bytearray(random.Random(seed).randbytes(size_bytes)), dtype=torch.uint8)
 
     def _compute(self, rank: int, entry: Running, tokens: int) -> None:

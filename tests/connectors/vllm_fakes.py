@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from hicache.connectors.vllm_scheduler import Slots
+from hicache.connectors.vllm_pages import Slots
 from hicache.stats import DirectoryStats
 
 

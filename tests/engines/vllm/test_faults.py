@@ -16,7 +16,7 @@ from tests.engines.vllm.rig import hicache
 
 StartThread = Callable[..., ThreadedDaemon]
 GETS = (FaultKind.DELAY, FaultKind.SHORT, FaultKind.EIO, FaultKind.WRONG_BYTES, FaultKind.NEVER, FaultKind.LATE)
-PUTS = (FaultKind.DELAY, FaultKind.EIO, FaultKind.ENOSPC, FaultKind.NEVER)
+PUTS = (FaultKind.EIO, FaultKind.ENOSPC, FaultKind.NEVER, FaultKind.DELAY)  # a disk that is full costs older objects
 GROUPS_MAX = 4
 PATIENCE = {"prefetch_mode": "timeout", "prefetch_base_s": 0.5, "prefetch_per_ki_token_s": 0.0}
 
