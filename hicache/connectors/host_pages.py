@@ -84,9 +84,10 @@ class HostPages:
 
     Pages of a pool with a memfd and a holder move without a copy in between: hicached reads and writes them itself.
     A call about them that ends without an answer has its pages **held**, before it returns, until hicached has let go.
-    All other pages go through staging, and hicached never touches them; neither do tensors that are in no pool, which
-    their owner keeps until the call returns. So when a call has returned, nobody touches
-    a page that its engine may use for something else. A page that is not OK after ``get`` holds undefined bytes.
+    All other pages, and memory that is in no pool, go through staging, and hicached never touches them.
+
+    So when a call has returned, nobody touches a page that its engine may use for something else. A page that is not
+    OK after ``get`` holds undefined bytes. Memory that an item names must stay mapped until the call returns.
     """
 
     def __init__(

@@ -10,6 +10,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import wait
 from dataclasses import dataclass
 from functools import partial
 
@@ -183,8 +184,12 @@ class StagedMove:
         transfer(items, timeout_s=self._left_s(), done=piece.settle)
 
     def _finish(self) -> None:
-        """Wait for the piece that was asked for first: L3 keeps the deadline."""
+        """Wait for the piece that was asked for first. L3 keeps the deadline, once a thread has asked it."""
         job, piece = self._running.popleft()
+        wait([job.future], timeout=max(0.0, self._left_s()))
+        if self._workers.withdraw(job):
+            self._staging.give_back(piece.slot)
+            return
         job.future.result()
         outcomes = piece.outcomes_or_doubt()
         if outcomes is None:

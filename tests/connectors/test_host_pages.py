@@ -95,20 +95,28 @@ def test_another_spec_finds_nothing_and_clears_nothing(hicached: HicachedProcess
         assert ours.delete([keys[0], keys[1]]) == [Outcome.OK, Outcome.ABSENT]
 
 
-def test_what_is_in_no_pool_is_not_touched(hicached: HicachedProcess) -> None:
+def test_an_item_without_bytes_or_with_too_many_is_not_moved(hicached: HicachedProcess) -> None:
     memory = memory_of("anonymous")
-    end = memory.address + memory.size_bytes
+    memory.fill(b"\xee")
     with host_pages(hicached.address, memory) as pages:
-        bad = [
-            PageItem(b"beyond", ((end - 10, 20),)),
-            PageItem(b"before", ((memory.address - 1, 20),)),
-            PageItem(b"none", ()),
-            PageItem(b"empty", ((memory.address, 0),)),
-        ]
-        assert pages.put(bad) == pages.get(bad) == [Outcome.BAD_RANGE] * 4
+        bad = [PageItem(b"none", ()), PageItem(b"empty", ((memory.address, 0),))]
+        assert pages.put(bad) == pages.get(bad) == [Outcome.BAD_RANGE] * 2
         large = [PageItem(b"large", ((memory.address, PAGE_BYTES + 1),))]
         assert pages.put(large) == pages.get(large) == [Outcome.TOO_LARGE]
         assert pages.put([]) == pages.get([]) == []
+
+
+def test_memory_that_is_in_no_pool_goes_through_staging(hicached: HicachedProcess) -> None:
+    memory = memory_of("sealed")
+    memory.randomise()
+    before = memory.bytes[:]
+    items = memory.items("halves", prefix="no pool.")
+    with host_pages(hicached.address) as pages:
+        assert not pages.shares(memory.address)
+        assert pages.put(items) == [Outcome.OK] * PAGES
+        memory.fill(b"\0")
+        assert pages.get(items) == [Outcome.OK] * PAGES
+    assert memory.bytes[:] == before
 
 
 def test_a_batch_has_an_outcome_for_each_page(hicached: HicachedProcess) -> None:
