@@ -261,14 +261,21 @@ class HiCacheStorage(SGLangStorage):
         if not self._object_bytes_max:
             return None
         memory = dict.fromkeys(pool for layout in layouts for pool in layout.memory)
-        return HostPages(
+        fields = self._identity.described(self._pools[PoolName.KV].layout, self._rank)
+        pages = HostPages(
             self.settings.l3,
-            spec=PagesSpec(self._identity.fields, self._object_bytes_max),
+            spec=PagesSpec(fields, self._object_bytes_max),
             pools=list(memory),
             deadline_s=self.settings.deadline_s,
             token=self.settings.token,
             deployment=self.settings.deployment,
         )
+        if self.settings.deployment and (fault := pages.l3.wait_first_answer()) is not None and fault.is_lasting:
+            pages.close()
+            self._is_closed = True
+            expected = f"one whose engines this one can share with: hicached refused it ({fault})"
+            raise ConfigError("deployment", self.settings.deployment, expected)
+        return pages
 
     def _present(
         self, keys: Sequence[str], pools: Sequence[_StoredPool], stops_at_gap: Sequence[bool]

@@ -99,6 +99,17 @@ class EngineIdentity:
         fields += [(name, _text(getattr(arguments, name, None))) for name in _ARGUMENTS]
         return cls(tuple(fields), tuple(_draft_fields(arguments, settings)), settings.salt)
 
+    def described(self, anchor: PoolLayout, rank: Rank) -> tuple[tuple[str, FieldValue], ...]:
+        """The namespace that hicached shows and compares: ``fields``, and what of attention pages all ranks share."""
+        heads = "all" if anchor.is_replicated else f"in {rank.heads_lcm or rank.tp_size}"
+        shape: dict[str, FieldValue] = {name: anchor.identity.get(name) for name in ("dtype", "byte_order")}
+        return (
+            *self.fields,
+            *sorted((f"kv.{name}", value) for name, value in shape.items()),
+            ("kv.heads", heads),
+            ("page_tokens", anchor.page_tokens),
+        )
+
     def root(self, layout: PoolLayout, rank: Rank, part: Part) -> bytes:
         """What the key of every object of this pool, rank and part begins with: 32 bytes."""
         fields: list[tuple[str, FieldValue]] = [("pool", layout.name), ("salt", self.salt), *self.fields]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache.errors import ConfigError
+from hicache.wire.protocol import DEPLOYMENT_CHARS_MAX
 
 DEADLINE_S_DEFAULT = 2.0
 DEADLINE_S_MAX = 60.0
@@ -64,7 +65,7 @@ class StorageSettings:
             token=_token(given),
             salt=given.get("salt", ""),
             deadline_s=_seconds(given.get("deadline_s", DEADLINE_S_DEFAULT)),
-            deployment=given.get("deployment", ""),
+            deployment=_deployment(given.get("deployment", "")),
             model_revision=given.get("model_revision", ""),
             engine_version=given.get("engine_version", ""),
             moves_without_copy=bool(given.get("interface_v1", False)),
@@ -84,6 +85,12 @@ def _seconds(value: object) -> float:
         )
         raise ConfigError("deadline_s", value, expected)
     return float(value)
+
+
+def _deployment(name: str) -> str:
+    if len(name) > DEPLOYMENT_CHARS_MAX or not name.isprintable():
+        raise ConfigError("deployment", name, f"at most {DEPLOYMENT_CHARS_MAX} printable characters")
+    return name
 
 
 def _token(given: Mapping[str, Any]) -> str:

@@ -42,6 +42,7 @@ def test_every_setting_is_in_the_documents() -> None:
         ({"l3": "unix:///s", "dead_line_s": 1}, r"dead_line_s = 1: expected deadline_s \(did you mean that\?\)"),
         ({"l3": "unix:///s", "capacity": 1}, "capacity = 1: expected one of l3, token"),
         ({"l3": "unix:///s", "deadline_s": 0}, "deadline_s = 0: expected seconds above 0 and up to 60"),
+        ({"l3": "unix:///s", "deployment": "x" * 129}, "at most 128 printable characters"),
         ({"l3": "unix:///s", "deadline_s": 61}, "deadline_s = 61"),
         ({"l3": "unix:///s", "deadline_s": True}, "deadline_s = True"),
         ({"l3": "unix:///s", "deadline_s": "2"}, "deadline_s = '2'"),

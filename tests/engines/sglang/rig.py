@@ -253,8 +253,9 @@ class Engine:
 
     def connect(self) -> None:
         """Wait until hicached is there: an engine does not."""
-        assert self.storage._pages is not None
-        assert self.storage._pages.wait_ready(timeout_s=10)
+        pages = self.storage._connected()
+        assert pages is not None
+        assert pages.wait_ready(timeout_s=10)
 
     def compute(self, prompt: array[int], *, salt: str | None = None) -> dict[str, torch.Tensor]:
         """As after a prefill: random bytes in fresh slots, given to the tree. Returns the bytes."""

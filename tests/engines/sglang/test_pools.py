@@ -211,7 +211,9 @@ def test_pages_of_all_pools_come_back_to_other_slots(config: dict[str, Any], kin
 
 
 @pytest.mark.parametrize("kind", ["dsa", "deepseek v4"])
-def test_pools_without_a_token_axis_are_shared_by_all_host_layouts(config: dict[str, Any], kind: str) -> None:
+def test_pools_without_a_token_axis_are_shared_wherever_the_attention_pages_are(
+    config: dict[str, Any], kind: str
+) -> None:
     make, layouts = KINDS[kind]
     source = make(layouts[0])
     fill(source)
@@ -219,6 +221,8 @@ def test_pools_without_a_token_axis_are_shared_by_all_host_layouts(config: dict[
     with storage_of(config, source) as storage:
         assert all(storage.batch_set_v2([transfer(name, source[name], range(PAGES))])[name])
     for layout in layouts[1:]:
+        if kind == "dsa" and layout == "page_first":
+            continue  # attention lies by tokens there, so that nothing could be restored
         target = make(layout)
         with storage_of(config, target) as storage:
             assert all(storage.batch_get_v2([transfer(name, target[name], range(PAGES))])[name])

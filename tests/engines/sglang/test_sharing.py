@@ -207,6 +207,20 @@ def test_heads_that_cannot_be_split_are_refused_with_what_would_be_right(start: 
         start(mha(heads=2), config | {"tp_lcm_size": 8}, layout="page_head", tp_size=2)
 
 
+def test_an_engine_that_could_not_share_with_its_deployment_is_refused(start: Start, config: dict[str, Any]) -> None:
+    config = config | {"deployment": f"deployment {next(revisions)}"}
+    engine = run(start, mha(), config)
+    assert engine.storage._pages is not None
+    with server(config | {"model_revision": "other"}) as server_args, pytest.raises(ConfigError, match="revision"):
+        Engine(server_args, mha())
+    with server(config, layout="page_first") as server_args, pytest.raises(ConfigError, match="byte_order"):
+        Engine(server_args, mha())
+    with server(config) as server_args:
+        other = Engine(server_args, mha())
+        other.connect()
+        other.close()
+
+
 # Clearing
 
 
