@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from hicache.connectors.vllm_spec import BlockGroup, EngineSpec, adoptable, described, engine_spec
-from hicache.copies import copies_for
+from hicache.copies import PoolCopies
 from hicache.errors import ConfigError
 from hicache.groups import PagedGroup, StateGroup
 from hicache.pools import L1Pool, L2Pool
@@ -45,7 +45,7 @@ def moved(
     l2 = L2Pool(engine.spec, [2] * len(engine.groups))
     for source, pool in ((True, tensors), (False, blank)):
         views = adoptable(engine, pool, rank=0, num_blocks=config.num_blocks)
-        copies = copies_for(L1Pool.adopt(engine.spec, views), l2, "reference")
+        copies = PoolCopies(L1Pool.adopt(engine.spec, views), l2, setting="reference")
         for group in range(len(engine.groups)):
             copies.backup(group, [4], [1]) if source else copies.load(group, [1], [1])
     l2.close()
