@@ -60,7 +60,7 @@ class Index:
             )
         )
         self.arena = self._room if isinstance(self._room, ArenaRoom) else None  # L1, if its groups share it
-        self.is_making_room = False  # whether the last patient ``acquire`` got nothing because of that
+        self.is_making_room = False  # whether ``make_room`` has last found something that is worth waiting for
         self.write_ahead: WriteAhead | None = None  # asked for room where what is unwritten is spared
         self.pools = self._room.pools
         self.evicted = self._room.evicted
@@ -312,10 +312,14 @@ class Index:
             self.settle()
         if patient and self.write_ahead is not None:
             handles = self._room.acquire(tier, group, count, may_lose=False)
-            self.is_making_room = handles is None and self.write_ahead.make_room(tier, group, count)
-            if handles is not None or self.is_making_room:
+            if handles is not None or self.make_room(tier, group, count):
                 return handles
         return self._room.acquire(tier, group, count)
+
+    def make_room(self, tier: Tier, group: int, count: int) -> bool:
+        """Write down what is in the way of ``count`` slots. Whether something that helps is under way."""
+        self.is_making_room = self.write_ahead is not None and self.write_ahead.make_room(tier, group, count)
+        return self.is_making_room
 
     def release(self, tier: Tier, group: int, handles: Iterable[int | None]) -> None:
         """Give up slots, those that are None excepted."""

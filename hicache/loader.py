@@ -184,6 +184,8 @@ class Loader:
             if not pages:
                 continue
             if len(pages) > self._index.room(Tier.L1, group):
+                if patient:
+                    self._index.make_room(Tier.L1, group, len(pages))  # what is being written down keeps its slot
                 return None
             absent.append((group, pages))
         copies: list[_Copy] = []

@@ -136,6 +136,7 @@ class SimulatedExecutor:
         self.left.remove(rank)
         self.lookups_failed += any(task.rank == rank and isinstance(task.job, LookupJob) for task in self.waiting)
         self.waiting = [task for task in self.waiting if task.rank != rank]
+        self.in_flight = [load for load in self.in_flight if load[0] != rank]
 
     def collect(self) -> None:
         """Take the jobs that the directory has emitted."""

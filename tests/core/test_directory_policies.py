@@ -462,6 +462,23 @@ def test_a_copy_that_never_ends_keeps_its_pages_and_no_others() -> None:
     world.wind_up()
 
 
+def test_a_patient_load_waits_for_pages_that_are_just_being_written_down() -> None:
+    """Their copies hold them, so that they count neither as free nor as what can be evicted."""
+    world = World((FULL,), l1=8, l2=16, has_l3=False, policy=lambda: WriteBack(ahead_share=0.1))
+    tokens = [*prompt(7), 0]
+    world.serve(tokens, patient=True)
+    world.serve(prompt(7, seed=1), patient=True)
+    world.writer.send_down([world.directory.index.nodes[key] for key in world.page_keys(prompt(7, seed=1))])
+    world.executor.collect()
+    live = world.open(tokens)
+    world.load(live, patient=True)
+    assert world.executor.waiting_for(CopyKind.BACKUP)
+    assert not live.record.is_loaded
+    world.load_whole(live, patient=True)
+    assert live.record.loaded_pages == 7
+    world.wind_up()
+
+
 def test_a_patient_load_waits_rather_than_lose_or_restore_less() -> None:
     world = World((FULL,), l1=8, l2=16, policy=lambda: WriteBack(ahead_share=0.1), prefetch_l2_share=1.0)
     world.fill_l3(prompt(6))
