@@ -79,7 +79,7 @@ class LayerLife:
             elif self.running:
                 self._go_on()
         if self.rng.random() < 0.4:  # what was to be written down has been
-            executor = self.cache._executor
+            executor = self.cache._replica.executor
             assert executor is not None
             self.cuda.run_until(lambda: not executor.open_jobs()["backup"])
         self.cuda.run_some(self.rng.randrange(8))

@@ -75,8 +75,7 @@ def test_loads_by_layer_are_measured_beside_a_forward_and_matmuls_beside_copies(
     assert [row.backend for row in rows] == [*BACKENDS]
     assert [row.sm_share > 0 for row in rows] == [backend == "kernel" for backend in BACKENDS]
     for row in rows:
-        assert row.load_ms > 0
-        assert row.hidden < 1.5
+        assert min(row.load_ms, row.forward_ms, row.both_ms) > 0
 
 
 def test_a_copy_that_goes_wrong_is_no_figure(monkeypatch: pytest.MonkeyPatch) -> None:
