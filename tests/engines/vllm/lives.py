@@ -42,7 +42,7 @@ def check(asked: list[Asked], outputs: list[Output]) -> list[Output]:
 
 
 def wait_reconnected(daemon: DaemonProcess, ask: Callable[[str], object]) -> None:
-    """Returns when an engine has a session with a daemon that came back. ``ask(salt)`` is a request for nothing stored."""
+    """Returns when an engine has a session with a daemon that came back; ``ask(salt)`` asks it for nothing stored."""
     tries = itertools.count()
 
     def is_connected() -> bool:
