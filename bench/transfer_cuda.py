@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 import torch
@@ -30,6 +30,8 @@ BACKENDS = tuple(setting for setting in COPIES_SETTINGS if setting != "auto")
 LIMIT_BYTES = 1 << 30  # large enough that the start of the copy does not show
 REPETITIONS, QUICK_REPETITIONS = 7, 3
 BUDGET_S, QUICK_BUDGET_S = 110.0, 30.0  # after which no further cell is begun
+# Refused by the driver, too large for the device, no Triton, or an L1 that the back end cannot serve.
+FAILURES = (HiCacheError, RuntimeError, ValueError, ImportError)
 MISSING = (
     "no CUDA device here: missing are the GB/s of loads and backups of "
     f"{', '.join(group.name for group in MODELS)} by {', '.join(BACKENDS)} beside one large copy, the share of a "
@@ -66,7 +68,11 @@ def cuda_figures(*, quick: bool) -> CudaFigures:
     end_s = time.perf_counter() + (QUICK_BUDGET_S if quick else BUDGET_S)
     repetitions = QUICK_REPETITIONS if quick else REPETITIONS
     figures = CudaFigures()
-    figures.overlap += overlap_rows("cuda", pages=64, backends=BACKENDS, repetitions=repetitions)
+    for backend in BACKENDS:
+        try:
+            figures.overlap += overlap_rows("cuda", pages=64, backends=[backend], repetitions=repetitions)
+        except FAILURES as error:
+            figures.left_out.append(f"beside compute, {backend}: {error}")
     for group in MODELS:
         counts = PAGES if isinstance(group, PagedGroup) else STATES
         for count in counts[:3] if quick else counts:
@@ -74,31 +80,42 @@ def cuda_figures(*, quick: bool) -> CudaFigures:
                 figures.left_out.append(f"{group.name}, {count}: the time was over")
                 continue
             try:
-                figures.rows += measure(group, count, device="cuda", repetitions=repetitions)
-            except (HiCacheError, RuntimeError) as error:  # too large for this machine, or refused by its driver
+                measured = measure(group, count, device="cuda", repetitions=repetitions)
+            except FAILURES as error:  # too large for this machine
                 figures.left_out.append(f"{group.name}, {count}: {error}")
+            else:
+                figures.rows += measured.rows
+                figures.left_out += measured.left_out
             torch.cuda.empty_cache()
     return figures
 
 
-def measure(
-    group: Group, count: int, *, device: str, repetitions: int, limit_bytes: int = LIMIT_BYTES
-) -> Iterator[Row]:
-    """Pages or states of a tensor for each layer, in slots in no order; back ends take turns with the limit."""
+def measure(group: Group, count: int, *, device: str, repetitions: int, limit_bytes: int = LIMIT_BYTES) -> CudaFigures:
+    """Pages or states of a tensor for each layer, in slots in no order; back ends take turns with the limit.
+
+    One that fails is left out, and the others are measured.
+    """
+    figures = CudaFigures()
     spec = CacheSpec(group.name, "1", (group,))
     l1, l2 = adopted_pool(spec, count, device=device), L2Pool(spec, (count,), device=device)
     try:
         slots = random.Random(7).sample(range(count), count)
         calls: Calls = {}
         for backend in BACKENDS:
-            calls |= _calls(PoolCopies(l1, l2, setting=backend), backend, slots)
+            try:
+                calls |= _tried(_calls(PoolCopies(l1, l2, setting=backend), backend, slots), device=device)
+            except FAILURES as error:
+                figures.left_out.append(f"{group.name}, {count}, {backend}: {error}")
         size_bytes = count * group.object_bytes(spec.page_tokens)
         times = _turns({**_limits(device, limit_bytes), **calls}, device=device, repetitions=repetitions)
-        for direction, backend in calls:
-            yield _row(group, count, device, direction, backend, size_bytes, limit_bytes, times)
+        figures.rows += [
+            _row(group, count, device, direction, backend, size_bytes, limit_bytes, times)
+            for direction, backend in calls
+        ]
         del calls
     finally:
         l2.close()
+    return figures
 
 
 def adopted_pool(spec: CacheSpec, count: int, *, device: str) -> L1Pool:
@@ -126,6 +143,14 @@ def _calls(copies: Copies, backend: str, slots: Sequence[int]) -> Calls:
     }
 
 
+def _tried(calls: Calls, *, device: str) -> Calls:
+    """The same calls, after each has been made once, which compiles what they need."""
+    for call in calls.values():
+        call()
+        settle(device)
+    return calls
+
+
 def _limits(device: str, size_bytes: int) -> Calls:
     host = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=device != "cpu")
     there = torch.empty(size_bytes, dtype=torch.uint8, device=device)
@@ -136,7 +161,7 @@ def _limits(device: str, size_bytes: int) -> Calls:
 
 
 def _turns(calls: Calls, *, device: str, repetitions: int) -> dict[tuple[Direction, str], list[float]]:
-    """Seconds of each call until its bytes are there, by repetition. The first turn compiles, and does not count."""
+    """Seconds of each call until its bytes are there, by repetition. The first turn does not count."""
     seconds: dict[tuple[Direction, str], list[float]] = {name: [] for name in calls}
     for repetition in range(1 + repetitions):
         for name, call in calls.items():

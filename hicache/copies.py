@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -18,6 +19,8 @@ from hicache.pools.l1 import L1Pool
 from hicache.pools.l2 import L2Pool
 from hicache.spec import PagedGroup, StateGroup
 from hicache.staging import STAGING_BYTES, Staging
+
+_LOG = logging.getLogger(__name__)
 
 
 class Copies(Protocol):
@@ -165,15 +168,26 @@ class PoolCopies:
         )
 
     def _group_movers(self, l2: L2Pool, group: int) -> list[Mover]:
-        moves = self._choose(l2, group)
-        self._moves[group] = moves.name
+        """By the best back end that can serve the pools of the group."""
+        *best, last = self._choose(l2, group)
+        for moves in best:
+            try:
+                return self._made_by(moves, l2, group)
+            except (RuntimeError, ValueError) as error:  # no memory for staging, or strides that it cannot walk
+                _LOG.warning("no copies of group %d through %r: %r", group, moves.name, error)
+        return self._made_by(last, l2, group)
+
+    def _made_by(self, moves: Moves, l2: L2Pool, group: int) -> list[Mover]:
         if isinstance(self._l1.rank.groups[group], StateGroup):
             parts = self._l1.state_parts(group)
-            return [moves.of_states(fields, l2.view(group, part), self._staging) for part, fields in enumerate(parts)]
-        pools = self._l1.page_parts(group)
-        return [moves.of_pages(pool, l2.view(group, part), self._staging) for part, pool in enumerate(pools)]
+            movers = [moves.of_states(of, l2.view(group, part), self._staging) for part, of in enumerate(parts)]
+        else:
+            pools = self._l1.page_parts(group)
+            movers = [moves.of_pages(pool, l2.view(group, part), self._staging) for part, pool in enumerate(pools)]
+        self._moves[group] = moves.name
+        return movers
 
-    def _choose(self, l2: L2Pool, group: int) -> Moves:
+    def _choose(self, l2: L2Pool, group: int) -> Sequence[Moves]:
         objects = l2.view(group)
         if isinstance(self._l1.rank.groups[group], StateGroup):
             legs = list(state_legs(self._l1.state_parts(group)[0], objects))

@@ -138,18 +138,18 @@ def checked_copies(setting: str) -> str:
     return setting
 
 
-def choose_moves(setting: str, *, run_bytes: int, by_layer: bool, device: torch.device) -> Moves:
-    """The back end for copies whose runs have ``run_bytes`` on average.
+def choose_moves(setting: str, *, run_bytes: int, by_layer: bool, device: torch.device) -> Sequence[Moves]:
+    """The back ends for copies whose runs have ``run_bytes`` on average, the best one first.
 
-    ``auto`` takes the one that is fastest on ``device`` with runs of that size, measured once in each process.
+    ``auto`` has those that work on ``device``, the fastest with runs of that size first, measured once in each process.
     ``by_layer``: L1 is not one tensor. Raises ConfigError for an unknown setting.
     """
     if checked_copies(setting) in (KERNEL, STAGED):
-        return next(moves for moves in kernel_backends() if moves.name == setting)
+        return [moves for moves in kernel_backends() if moves.name == setting]
     if setting != "auto":
-        return next(moves for moves in BACKENDS if moves.name == setting)
+        return [moves for moves in BACKENDS if moves.name == setting]
     size_class = 1 << max(_RUN_BYTES_MIN, min(run_bytes, _RUN_BYTES_MAX)).bit_length() - 1
-    return fastest(backends_on(device), run_bytes=size_class, by_layer=by_layer, device=device)
+    return by_speed(backends_on(device), run_bytes=size_class, by_layer=by_layer, device=device)
 
 
 def backends_on(device: torch.device) -> Sequence[Moves]:
@@ -180,19 +180,22 @@ def kernel_backends() -> tuple[Moves, Moves]:
 
 
 @functools.cache
-def fastest(backends: Sequence[Moves], *, run_bytes: int, by_layer: bool, device: torch.device) -> Moves:
-    """Whoever loads and backs up a sample in the least time. One that fails at it, or moves wrong bytes, is left out;
-    the first one is trusted.
+def by_speed(backends: Sequence[Moves], *, run_bytes: int, by_layer: bool, device: torch.device) -> Sequence[Moves]:
+    """Whoever loads and backs up a sample in the least time first. One that fails at it, or moves wrong bytes, is left
+    out; the first one is trusted, and alone when there is no memory for a sample.
     """
     if len(backends) == 1:
-        return backends[0]
-    sample = _Sample(run_bytes, by_layer=by_layer, device=device)
+        return backends
+    try:
+        sample = _Sample(run_bytes, by_layer=by_layer, device=device)
+    except RuntimeError as error:
+        _LOG.warning("copies on %s through %r, for lack of a measurement: %r", device, backends[0].name, error)
+        return backends[:1]
     able = [moves for moves in backends if moves is backends[0] or sample.is_moved_by(moves)]
     best_s = {moves: min(times) for moves, times in zip(able, _in_turns(sample, able), strict=True)}
-    chosen = min(able, key=best_s.__getitem__)
     figures = ", ".join(f"{moves.name} {best_s[moves] * 1e3:.2f} ms" for moves in able)
     _LOG.debug("%d bytes up and down in runs of %d on %s: %s", sample.size_bytes, run_bytes, device, figures)
-    return chosen
+    return sorted(able, key=best_s.__getitem__)
 
 
 def _in_turns(sample: _Sample, backends: Sequence[Moves]) -> list[list[float]]:

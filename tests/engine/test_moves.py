@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from hicache.copies import PoolCopies
 from hicache.errors import ConfigError
 from hicache.kernels import direct
-from hicache.moves import DIRECT, REFERENCE, Moves, choose_moves, fastest, plain_moves
+from hicache.moves import DIRECT, REFERENCE, Moves, by_speed, choose_moves, plain_moves
 from hicache.pools import L1Pool, L2Pool
 from tests.engine.specs import as_bytes, fill_with_noise, hybrid_spec
 
@@ -20,9 +21,9 @@ CPU = torch.device("cpu")
 
 @pytest.fixture(autouse=True)
 def nothing_is_measured_yet() -> Iterator[None]:
-    fastest.cache_clear()
+    by_speed.cache_clear()
     yield
-    fastest.cache_clear()
+    by_speed.cache_clear()
 
 
 class Functions:
@@ -55,11 +56,11 @@ def test_the_fastest_is_chosen_and_measured_once(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr("hicache.moves.time.perf_counter", lambda: now_s)
     slow, quick = noting("slow", seen, slowly), noting("quick", seen, direct.gather_pages)
-    assert fastest((slow, quick), run_bytes=4096, by_layer=False, device=CPU) is quick
+    assert by_speed((slow, quick), run_bytes=4096, by_layer=False, device=CPU)[0] is quick
     seen.clear()
-    assert fastest((slow, quick), run_bytes=4096, by_layer=False, device=CPU) is quick
+    assert by_speed((slow, quick), run_bytes=4096, by_layer=False, device=CPU)[0] is quick
     assert not seen
-    assert fastest((quick, slow), run_bytes=1 << 20, by_layer=True, device=CPU) is quick
+    assert by_speed((quick, slow), run_bytes=1 << 20, by_layer=True, device=CPU)[0] is quick
     assert {"slow", "quick"} == set(seen)
 
 
@@ -88,15 +89,42 @@ def test_br_050_a_back_end_that_does_not_work_here_is_left_out_and_named(
     copy: Callable[..., None], message: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     broken = noting("broken", [], copy)
-    assert fastest((REFERENCE, broken), run_bytes=4096, by_layer=False, device=CPU) is REFERENCE
+    assert [*by_speed((REFERENCE, broken), run_bytes=4096, by_layer=False, device=CPU)] == [REFERENCE]
     assert "no copies through 'broken' on cpu: " in caplog.text
     assert message in caplog.text
 
 
+def test_without_memory_for_a_sample_the_first_one_copies(caplog: pytest.LogCaptureFixture) -> None:
+    """As on a device that the engine has filled."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("hicache.moves.torch.empty", partial(refuse, "CUDA out of memory"))
+        assert [*by_speed((REFERENCE, DIRECT), run_bytes=4096, by_layer=False, device=CPU)] == [REFERENCE]
+    assert "for lack of a measurement" in caplog.text
+
+
+def refuse(why: str, *arguments: Any, **settings: Any) -> Any:
+    raise RuntimeError(why)
+
+
+def test_a_back_end_that_cannot_serve_a_pool_is_passed_over_by_auto_alone(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    unable = Moves("unable", partial(refuse, "no memory for staging"), partial(refuse, "no memory for staging"))
+    spec = hybrid_spec()
+    l1, l2 = L1Pool(spec, pages=6, state_slots=4), L2Pool(spec, (8, 8, 3))
+    monkeypatch.setattr("hicache.copies.choose_moves", lambda *arguments, **settings: [unable, DIRECT, REFERENCE])
+    assert PoolCopies(l1, l2).name == "direct"
+    assert "no copies of group 2 through 'unable': RuntimeError('no memory for staging')" in caplog.text
+    monkeypatch.setattr("hicache.copies.choose_moves", lambda *arguments, **settings: [unable])
+    with pytest.raises(RuntimeError, match="no memory for staging"):
+        PoolCopies(l1, l2)
+    l2.close()
+
+
 def test_a_named_back_end_is_taken_as_it_is() -> None:
     for moves in (REFERENCE, DIRECT):
-        assert choose_moves(moves.name, run_bytes=1, by_layer=True, device=CPU) is moves
-    assert fastest.cache_info().currsize == 0
+        assert [*choose_moves(moves.name, run_bytes=1, by_layer=True, device=CPU)] == [moves]
+    assert by_speed.cache_info().currsize == 0
 
 
 def test_another_name_is_refused_with_those_that_there_are() -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import json
 import time
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +57,9 @@ CUDA = torch.cuda if DEVICE == "cuda" else InOrder()
 
 @pytest.mark.parametrize("group", [PAGES, STATES], ids=lambda group: group.name)
 def test_every_back_end_is_measured_both_ways_beside_one_large_copy(group: Group) -> None:
-    rows = list(measure(group, 3, device=DEVICE, repetitions=1, limit_bytes=1 << 20))
+    figures = measure(group, 3, device=DEVICE, repetitions=1, limit_bytes=1 << 20)
+    rows = figures.rows
+    assert not figures.left_out
     assert [(row.backend, row.direction) for row in rows] == [
         (backend, direction) for backend in BACKENDS for direction in ("backup", "load")
     ]
@@ -64,6 +68,26 @@ def test_every_back_end_is_measured_both_ways_beside_one_large_copy(group: Group
         assert row.gbps >= 0
         assert row.limit_gbps > 0
         assert row.per_call_us > 0
+
+
+def test_a_back_end_that_fails_is_left_out_and_the_others_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = transfer_cuda.PoolCopies
+
+    def failing(*pools: Any, setting: str) -> object:
+        if setting == "direct":
+            raise RuntimeError("cudaMemcpyAsync answered 700")
+        copies = real(*pools, setting=setting)
+        if setting == "kernel":
+            monkeypatch.setattr(copies, "load", partial(refused, "no kernel image"))
+        return copies
+
+    def refused(why: str, *slots: object) -> None:
+        raise RuntimeError(why)
+
+    monkeypatch.setattr(transfer_cuda, "PoolCopies", failing)
+    figures = measure(PAGES, 3, device=DEVICE, repetitions=1, limit_bytes=1 << 20)
+    assert {row.backend for row in figures.rows} == {*BACKENDS} - {"direct", "kernel"}
+    assert figures.left_out == ["pages, 3, direct: cudaMemcpyAsync answered 700", "pages, 3, kernel: no kernel image"]
 
 
 def small_overlap(backends: list[str]) -> list[OverlapRow]:
@@ -96,14 +120,23 @@ def test_figures_are_taken_as_long_as_the_time_lasts_and_the_rest_is_named(monke
             raise RuntimeError("cudaHostRegister answered 2")
         return real(group, 2, device=DEVICE, repetitions=1, limit_bytes=1 << 20)
 
+    def some_overlap(device: str, *, pages: int, backends: list[str], repetitions: int) -> list[OverlapRow]:
+        if backends == ["kernel"]:
+            raise ImportError("no Triton")
+        return small_overlap(backends)
+
     now_s = [0.0]
     monkeypatch.setattr(transfer_cuda, "MODELS", (PAGES, STATES))
     monkeypatch.setattr(transfer_cuda, "measure", small)
-    monkeypatch.setattr(transfer_cuda, "overlap_rows", lambda *arguments, **settings: small_overlap(["direct"]))
+    monkeypatch.setattr(transfer_cuda, "overlap_rows", some_overlap)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "a double")
     figures = cuda_figures(quick=True)
     assert len(figures.rows) == 3 * 2 * len(BACKENDS)
-    assert figures.left_out == [f"states, {count}: cudaHostRegister answered 2" for count in (1, 4, 16)]
+    assert [row.backend for row in figures.overlap] == [backend for backend in BACKENDS if backend != "kernel"]
+    assert figures.left_out == [
+        "beside compute, kernel: no Triton",
+        *(f"states, {count}: cudaHostRegister answered 2" for count in (1, 4, 16)),
+    ]
     console = Console(record=True, width=200)
     figures.show(console)
     told = console.export_text()
