@@ -15,15 +15,38 @@ _SHAPE = f"{_STATE}, Mamba2StateShape and KimiLinearStateShape"
 _SWA = "SGLang model_executor/pool_configurator.py, HybridSWAPoolConfigurator"
 _LIMIT = "SGLang mem_cache/kv_cache_configurator.py, resolve_max_num_reqs"
 _VLLM = "vLLM v1/core/kv_cache_utils.py"
+_MEMORY = "SGLang arg_groups/memory_hook.py, handle_gpu_memory_settings"
 _ROW, _LAYER = "bytes per token and layer", "bytes per slot and layer"
 
 # Weights and what they leave.
 WEIGHTS = Formula(
     "weights_bytes_per_gpu",
-    "ceil((expert_bytes / ep + sharded_bytes / tp) * stage_layers / layers + replicated_bytes)",
+    "ceil((expert_bytes / (tp * dp) + sharded_bytes / tp) * stage_layers / layers + replicated_bytes)",
     "bytes",
     "GPU",
-    "experts over expert parallelism, the rest over tensor parallelism, layers over stages; the largest stage",
+    "experts over all GPUs of a stage, whole (EP) or cut, the rest over tensor parallelism; the largest stage",
+)
+GRAPH_BATCH = Formula(
+    "graph_batch",
+    "min(graph_batch_max, running_max)",
+    "requests",
+    "replica",
+    f"{_MEMORY}: the largest batch of a CUDA graph, by GPU and no larger than may run",
+)
+HEADROOM = Formula(
+    "headroom_bytes",
+    "(512 + max(chunk_tokens, 2048) * 1.5 + gpus / 8 * 1024 + 1536"
+    " + graph_batch * (2 + padding_mib * attention_groups)) * 2 ** 20",
+    "bytes",
+    "rank",
+    f"{_MEMORY}: activations of a chunk, collectives, CUDA graphs; more of them with DP attention",
+)
+FRACTION = Formula(
+    "memory_fraction",
+    "min(fraction_max, max(0, round(1 - max(headroom_bytes, 10 * 2 ** 30) / gpu_bytes, 3)))",
+    "share",
+    "GPU",
+    "SGLang's own default, or less: what is left for neither its weights nor its pools is at least its own headroom",
 )
 REST_OF_TOTAL = Formula(
     "rest_bytes",
@@ -243,6 +266,13 @@ RUNNING_GIVEN = Formula("requests_by_engine", "min(running_max, kv_tokens // 2)"
 REQUEST_KV = Formula(
     "kv_bytes_per_request", "tokens * bytes_per_token", "bytes per request", "rank", "every token of the request"
 )
+REQUEST_KV_WINDOWS = Formula(
+    "kv_bytes_per_request",
+    "tokens * (bytes_per_token - window_bytes_per_token) + window_tokens * window_bytes_per_token",
+    "bytes per request",
+    "rank",
+    "every token of the request; in windows, the last ones and a page",
+)
 REQUEST_STATE = Formula(
     "state_bytes_per_request",
     "slots_per_request * (slot_bytes + ring_bytes)",
@@ -333,10 +363,11 @@ EXPERT_RANKS_FAR = Formula(
 )
 CORES = Formula(
     "physical_cores",
-    "api_servers + dp + gpus + min(1, dp - 1)",
+    "api_servers + engine_cores + gpus + min(1, dp - 1)",
     "cores",
     "node",
-    "vLLM docs: an API server and an engine core for each DP rank, a worker for each GPU, a coordinator with DP > 1",
+    "vLLM docs: an API server and an engine core for each DP rank of a node, a worker for each GPU of it, a coordinator"
+    " with DP > 1",
 )
 CHUNK_PER_DP = Formula(
     "chunk_tokens_per_rank",

@@ -135,10 +135,8 @@ def _limits(plan: Plan) -> Table:
 def _variations(plan: Plan) -> Table:
     table = _table("with", "requests", "bound by")
     if plan.solved is not None:
-        span = f"{plan.solved.lowest:.3g} to {plan.solved.highest:.3g}"
-        table.add_row(
-            f"  best ratio {plan.solved.ratio:g} (as good: {span})", f"{plan.solved.requests * plan.settings.dp:,}", ""
-        )
+        best = f"  best ratio {plan.solved.ratio:g} (as good: {plan.solved.span})"
+        table.add_row(best, f"{plan.solved.requests * plan.settings.dp:,}", "")
     for variation in plan.sensitivity:
         table.add_row(f"  {variation.change}", f"{variation.requests * plan.settings.dp:,}", variation.bound_by)
     return table

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hicache.plan.formula import Ledger
 from hicache.plan.machine import GIB
+from hicache.plan.sizes import memory_fraction
 
 if TYPE_CHECKING:
     from hicache.plan.plan import Plan
@@ -86,9 +87,10 @@ def _denominators(plan: Plan, ledger: Ledger) -> Iterator[str]:
     """A memory fraction means different things to different engines."""
     settings = plan.settings
     if settings.rest_bytes is None:
+        fraction = memory_fraction(settings, Ledger())
         other = "free" if settings.fraction_of == "total" else "total"
         yield (
-            f"the memory fraction {settings.fraction:g} is of {settings.fraction_of} memory, as"
+            f"the memory fraction {fraction:g} is of {settings.fraction_of} memory, as"
             f" {'SGLang and vLLM' if settings.fraction_of == 'total' else 'TensorRT-LLM'} take it; of {other} memory"
             " it would be another number"
         )

@@ -96,7 +96,7 @@ def test_flags_are_printed_with_the_version_that_they_are_for(engine: str) -> No
         (("kimi-k3", "--trace", "/none"), "trace = '/none'"),
         (("kimi-k3", "--ttl", "-1"), "ttl = -1"),
         (("kimi-k3", "--active-parameters", "0"), "active_parameters = 0"),
-        (("kimi-k3", "--rest-gib", "-1"), "rest_bytes = -"),
+        (("kimi-k3", "--rest-gib", "-1"), "rest_gib = -1"),
         (("kimi-k3", "--ratio", "inf"), "ratio = inf"),
         (("kimi-k3", "--json", "/none/plan.json"), "json = '/none/plan.json'"),
     ],
