@@ -28,7 +28,10 @@ class Engine:
         self.llm: Any = None  # Any: vllm.LLM, which has no types here
 
     def start(self, *, model: str, models: str, seed: int, connector: Answer | None, settings: Answer) -> Answer:
-        """``connector`` becomes KVTransferConfig; without one the engine has no cache of prefixes at all."""
+        """``connector`` becomes KVTransferConfig; without one the engine has no cache of prefixes at all.
+
+        ``settings`` are those of ``LLM``; a "path" among them takes the place of the model's own folder.
+        """
         from vllm import LLM
         from vllm.config import KVTransferConfig
 
@@ -38,7 +41,7 @@ class Engine:
         if model == "nemotron-h":
             leave_checkpoints_to_step_ends()
         arguments: Answer = {
-            "model": str(folder),
+            "model": settings.pop("path", str(folder)),
             "skip_tokenizer_init": True,
             "enforce_eager": True,
             "dtype": facts.dtype,

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
+from tests.daemon.rig import DaemonProcess, scrape, wait_until
 from tests.engines.vllm.conftest import StartEngine
 from tests.engines.vllm.inside import NOT_HELD
 from tests.engines.vllm.rig import Asked, EngineProcess, Output, hicache, prompts
@@ -36,6 +39,17 @@ def check(asked: list[Asked], outputs: list[Output]) -> list[Output]:
     assert [output.tokens for output in outputs] == [each.answer for each in asked]
     assert {output.finish for output in outputs} == {"length"}
     return outputs
+
+
+def wait_reconnected(daemon: DaemonProcess, ask: Callable[[str], object]) -> None:
+    """Returns when an engine has a session with a daemon that came back; ``ask(salt)`` asks it for nothing stored."""
+    tries = itertools.count()
+
+    def is_connected() -> bool:
+        ask(f"nobody {next(tries)}")
+        return scrape(daemon.ready["http"])["hicache_sessions"] > 0
+
+    wait_until(is_connected, what="the engine has a session again")
 
 
 def store(make: StartEngine, model: str, target: str) -> Stored:

@@ -11,7 +11,7 @@ from hicache.backends.faulty import Fault, FaultKind
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.rig import DaemonProcess, wait_until
 from tests.engines.vllm.conftest import StartEngine
-from tests.engines.vllm.lives import RESTORED_TOKENS, answered, check
+from tests.engines.vllm.lives import RESTORED_TOKENS, answered, check, wait_reconnected
 from tests.engines.vllm.rig import hicache
 
 StartThread = Callable[..., ThreadedDaemon]
@@ -93,7 +93,7 @@ def test_br_038_a_daemon_that_is_killed_and_comes_back_costs_no_answer_and_no_re
     daemon.kill()
     check(asked[1:4], [loading.ask(each.prompt) for each in asked[1:4]])
     Path(str(daemon.settings["ready_file"])).unlink(missing_ok=True)
-    start()
+    wait_reconnected(start(), lambda salt: loading.ask(asked[0].prompt, salt=salt))
     untouched = iter(asked[4:])
 
     def is_served_again() -> bool:

@@ -30,7 +30,7 @@ def test_two_checkpoints_at_one_path_share_nothing(engine: StartEngine, models: 
     def asked_with(checkpoint: Path, connector: dict[str, Any] | None) -> Output:
         shutil.rmtree(path, ignore_errors=True)
         shutil.copytree(checkpoint, path)
-        return asked(process, connector, model=str(path))
+        return asked(process, connector, path=str(path))
 
     first, second = (asked_with(folder, None) for folder in folders)
     assert first.tokens != second.tokens, "the checkpoints do not differ"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from tests.daemon.rig import DaemonProcess, wait_until
 from tests.engines.vllm.conftest import StartEngine, StartServer
-from tests.engines.vllm.lives import RESTORED_TOKENS, answered
+from tests.engines.vllm.lives import RESTORED_TOKENS, answered, wait_reconnected
 from tests.engines.vllm.rig import hicache
 
 
@@ -46,7 +46,7 @@ def test_a_server_serves_tenants_survives_its_daemon_and_ends_cleanly(
         assert [each.result() for each in waiting] == answers[1:13]
     assert second.is_healthy()
     Path(str(daemon.settings["ready_file"])).unlink(missing_ok=True)
-    start()
+    wait_reconnected(start(), lambda salt: second.complete(turns[0], salt=salt))
     untouched = iter(range(13, len(turns)))
 
     def is_served_again() -> bool:
