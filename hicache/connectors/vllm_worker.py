@@ -141,7 +141,14 @@ def _open_worker(
         counts = l2_slot_counts(spec, settings.l2_bytes, state_share=settings.l2_state_share)
         l2 = L2Pool(spec, counts, rank=rank, device=l1.device)
         undo.callback(l2.close)
-        l3 = open_l3(settings.l3, spec=spec, memory=l2, token=settings.secret, deployment=settings.deployment)
+        l3 = open_l3(
+            settings.l3,
+            spec=spec,
+            memory=l2,
+            token=settings.secret,
+            deployment=settings.deployment,
+            asks_first=True,
+        )
         if l3 is not None:
             undo.callback(l3.close)
         worker = RankWorker(spec, rank=rank, leader=leader, l1=l1, l2=l2, l3=l3, waits=False)
