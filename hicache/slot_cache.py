@@ -11,6 +11,7 @@ from hicache.directory import DirectoryConfig
 from hicache.errors import UsageError
 from hicache.keys import BlockKeys, FieldValue, chained_key
 from hicache.l3 import L3
+from hicache.page_changes import PageChange
 from hicache.policies import policy_of
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
 from hicache.policies.write import WritePolicy, write_policy_of
@@ -32,6 +33,11 @@ class SlotRequest:
         self._record = record
         self.prefetch_deadline_s = 0.0  # by the cache's clock
 
+    @property
+    def keys(self) -> Sequence[bytes]:
+        """What its full pages are called in L2 and L3, by page."""
+        return self._record.keys
+
 
 class SlotCache:
     """The engine names pages by its own chained hashes, and slots by their index in its own pools, which every rank has
@@ -52,11 +58,13 @@ class SlotCache:
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
         one_numbering: bool = False,
+        tells_changes: bool = False,
         ranks: Ranks | None = None,
         copies: str = "auto",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """As ``HiCache``: ``l1`` is the adopted pool of rank 0, or None for all three: see ``lead``."""
+        """As ``HiCache``: ``l1`` is the adopted pool of rank 0, or None for all three: see ``lead``.
+        ``tells_changes``: see ``take_changes``."""
         self.spec = spec
         self.l3 = l3
         self._salt = salt
@@ -75,7 +83,9 @@ class SlotCache:
                 ranks=spec.rank_count,
                 prefetch_threshold_tokens=self._prefetch_policy.threshold_tokens,
             )
-            self._directory = SlotDirectory(spec, config, write_policy=policy, one_numbering=one_numbering)
+            self._directory = SlotDirectory(
+                spec, config, write_policy=policy, one_numbering=one_numbering, tells_changes=tells_changes
+            )
         except BaseException:
             self._replica.give_up()
             raise
@@ -92,6 +102,7 @@ class SlotCache:
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
         one_numbering: bool = False,
+        tells_changes: bool = False,
     ) -> Self:
         """The leader in a process without a rank, such as an engine's scheduler: every rank is a RankWorker.
 
@@ -107,6 +118,7 @@ class SlotCache:
             prefetch=prefetch,
             write_policy=write_policy,
             one_numbering=one_numbering,
+            tells_changes=tells_changes,
             ranks=ranks,
         )
 
@@ -237,6 +249,12 @@ class SlotCache:
         """Counters since start, as they are now; see DirectoryStats for what is conserved."""
         with self._changed:
             return self._directory.stats.copy()
+
+    def take_changes(self) -> list[PageChange]:
+        """What of pages has come to L2 and L3 since the last call, as far as this cache was told, or has left them.
+        Nothing without ``tells_changes``; of more than UNTAKEN_MAX changes, the oldest are missing."""
+        with self._changed:
+            return self._directory.take_changes()
 
     def flush(self, *, timeout_s: float) -> bool:
         """Wait until nothing is under way between the tiers. False when the time was not enough."""

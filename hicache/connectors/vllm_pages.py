@@ -66,6 +66,13 @@ class Cache(Protocol):
     def close(self) -> Any: ...
 
 
+class Events(Protocol):
+    """See StoreEvents."""
+
+    def name_pages(self, request: Any, keys: Sequence[bytes], page_hashes: Sequence[bytes], first: int) -> None: ...
+    def forget(self) -> None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Geometry:
     """How vLLM's blocks and hashes make pages."""

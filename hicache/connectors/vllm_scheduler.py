@@ -18,7 +18,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hicache.connectors.counters import Samples, samples_of
-from hicache.connectors.vllm_pages import BlockIds, Cache, Geometry, Load, Slots, VllmRequest
+from hicache.connectors.vllm_pages import BlockIds, Cache, Events, Geometry, Load, Slots, VllmRequest
 from hicache.errors import UsageError
 
 T = TypeVar("T")
@@ -96,9 +96,10 @@ class SchedulerSide:
         loads: bool = True,
         saves: bool = True,
         zeroes_early: bool = False,
+        events: Events | None = None,
     ) -> None:
         """``identity_of``: None for a request that must neither load nor save. ``zeroes_early``: workers may write to
-        new blocks before they take the step.
+        new blocks before they take the step. ``events``: are told what pages requests are made of.
         """
         self.cache = cache
         self.counts = Counts()
@@ -107,6 +108,7 @@ class SchedulerSide:
         self._loads = loads
         self._saves = saves
         self._zeroes_early = zeroes_early
+        self._events = events
         self._entries: dict[str, _Entry] = {}
         self._busy: dict[str, _Entry] = {}  # those with a load that vLLM waits for
         self._reused: set[int] = set()  # blocks that loads of the next step were given
@@ -278,6 +280,8 @@ class SchedulerSide:
             entry.is_stale = entry.load is not None or entry.wanted is not None
             if not entry.is_stale:
                 self._release(entry)
+        if self._events is not None:
+            self._events.forget()
 
     def samples(self) -> Samples:
         """Everything that was counted since start."""
@@ -323,6 +327,7 @@ class SchedulerSide:
         entry.record = self.cache.open(
             list(entry.hashes), token_count=entry.token_count, salt=identity.salt, extras=extras or None
         )
+        self._name_pages(entry, 0)
         return True
 
     def _follow(self, entry: _Entry, *, exactly: bool = False) -> bool:
@@ -343,7 +348,12 @@ class SchedulerSide:
             self.cache.append(entry.record, fresh, token_count=token_count)
             entry.hashes += fresh
             entry.token_count = token_count
+            self._name_pages(entry, known)
         return True
+
+    def _name_pages(self, entry: _Entry, first: int) -> None:
+        if self._events is not None:
+            self._events.name_pages(entry.request, entry.record.keys, entry.hashes, first)
 
     def _want_checkpoint(self, entry: _Entry, restored: int, limit: int) -> None:
         """Where attention is known beyond the last state, ask vLLM to stop there once: the next sibling finds a state.

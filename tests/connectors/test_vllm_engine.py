@@ -10,8 +10,11 @@ import pytest
 
 from hicache.backends.marker import MARKER_NAME
 from hicache.copies import PoolCopies
+from hicache.errors import ConfigError
 from hicache.slot_cache import SlotCache
 from tests.connectors.vllm_engine import MODELS, PAGE, VllmEngine
+from tests.daemon.conftest import ThreadedDaemon
+from tests.daemon.rig import TOKEN, tenants_file
 
 Open = Callable[..., VllmEngine]
 
@@ -162,4 +165,25 @@ def test_after_a_weight_update_nothing_of_before_is_loaded(opened: Open, model: 
         engine.update_weights()
     live(engine, 20)
     assert engine.tokens_loaded > 0
+    check_nothing_is_held(engine.cache, engine)
+
+
+def test_br_128_a_token_that_hicached_does_not_know_stops_start_up(
+    opened: Open, start_thread: Callable[..., ThreadedDaemon], folder: Path
+) -> None:
+    l3 = start_thread(tenants_file=tenants_file(folder)).target.replace("unix:", "unix://")
+    with pytest.raises(ConfigError, match="token") as refused:
+        opened("dense", l3=l3, token="mallory-0123456789")
+    assert "mallory" not in str(refused.value)
+    engine = opened("dense", l3=l3, token=TOKEN)
+    engine.submit("a", range(50))
+    engine.run_to_end()
+    assert engine.cache.flush(timeout_s=20)
+    assert engine.workers[0].samples()["l3_objects", "put", "ok"] == 50 // PAGE
+
+
+def test_a_hicached_that_is_away_does_not_stop_start_up_and_is_said_not_to_be_ready(opened: Open, folder: Path) -> None:
+    engine = opened("dense", l3=f"unix://{folder}/nobody.sock")
+    live(engine, 10)
+    assert engine.workers[0].samples()["l3_ready", "0"] == 0
     check_nothing_is_held(engine.cache, engine)

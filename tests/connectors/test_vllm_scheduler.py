@@ -266,7 +266,32 @@ def test_salts_keep_requests_apart(salt: bytes | None) -> None:
     assert world.side.matched(world.request("b", range(30)), 0) == (24 if salt else 0)
 
 
-def test_a_request_without_identity_neither_loads_nor_saves() -> None:
+class Names:
+    """What is told of pages, for events."""
+
+    def __init__(self) -> None:
+        self.named: list[tuple[str, int, int]] = []  # of which request, from which page on, up to which
+
+    def name_pages(self, request: Any, keys: Sequence[Any], page_hashes: Sequence[bytes], first: int) -> None:
+        assert [each for _, each in keys] == list(page_hashes)
+        self.named.append((request.request_id, first, len(keys)))
+
+    def forget(self) -> None:
+        self.named.append(("all", 0, 0))
+
+
+def test_pages_are_named_for_events_when_a_request_comes_and_as_it_grows() -> None:
+    names = Names()
+    world = World(events=names)
+    request = world.request("a", range(20))
+    world.compute(request, 20)
+    request.tokens += range(20, 34)
+    world.compute(request, 14)
+    world.side.reset()
+    assert names.named == [("a", 0, 2), ("a", 2, 4), ("all", 0, 0)]
+
+
+def test_br_114_a_request_without_identity_neither_loads_nor_saves_and_is_no_miss() -> None:
     world = World(identity_of=lambda request: None)
     request = world.request("a", range(30))
     assert world.side.matched(request, 0) == 0

@@ -116,5 +116,19 @@ def storm(
     return {"finished": finished, "preemptions": _metric(engine, "vllm:num_preemptions")}
 
 
+def samples(engine: Engine, *, prompt: list[int], count: int) -> list[list[int]]:
+    """What several samples of one prompt, all greedy, are: vLLM makes a request of each."""
+    parameters = greedy(6)
+    parameters.n = count
+    [output] = engine.llm.generate([prompt_of({"prompt": prompt})], parameters, use_tqdm=False)
+    return [list(each.token_ids) for each in output.outputs]
+
+
+def metrics(engine: Engine, *, prefix: str) -> list[tuple[str, Answer, float]]:
+    """Name, labels and value of vLLM's own metrics that have one."""
+    found = [each for each in engine.llm.get_metrics() if each.name.startswith(prefix) and hasattr(each, "value")]
+    return [(each.name, dict(each.labels), each.value) for each in found]
+
+
 def _metric(engine: Engine, name: str) -> int:
     return int(sum(metric.value for metric in engine.llm.get_metrics() if metric.name == name))
