@@ -43,7 +43,7 @@ HEADROOM = Formula(
 )
 FRACTION = Formula(
     "memory_fraction",
-    "min(fraction_max, max(0, round(1 - max(headroom_bytes, 10 * 2 ** 30) / gpu_bytes, 3)))",
+    "min(fraction_max, max(0, round(1 - max(headroom_bytes, headroom_bytes_min) / gpu_bytes, 3)))",
     "share",
     "GPU",
     "SGLang's own default, or less: what is left for neither its weights nor its pools is at least its own headroom",
@@ -112,10 +112,10 @@ KV_CELL = Formula(
 )
 KV_CELL_DRAFT = Formula(
     "draft_cell_bytes",
-    "int(cell_bytes * draft_layers / layers)",
+    "int(cell_bytes * draft_layers / layers) * copies + draft_layers * index_bytes",
     "bytes per token",
     "rank",
-    "SGLang pool_configurator.py, DefaultPoolConfigurator: a draft that attends as its target does",
+    "SGLang DefaultPoolConfigurator: a draft that attends as its target does, on each DCP rank if with an indexer",
 )
 KV_PER_TOKEN = Formula(
     "kv_bytes_per_token_per_rank",
