@@ -55,6 +55,7 @@ _SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "expert_ranks_per_token",
             "expert_ranks_on_other_nodes",
             "l2_tokens",
+            "l2_bytes_per_node",
             "l3_tokens",
             "write_bytes_per_s",
             "drive_writes_per_day",

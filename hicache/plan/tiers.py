@@ -83,6 +83,8 @@ def plan_tiers(settings: Settings, capacity: Capacity, request: TierRequest, led
     if request.l2_bytes:
         slots = _l2_slots(settings, request)
         tokens = _l2_tokens(settings, slots, ledger)
+        gpus = min(settings.gpus, settings.machine.gpus_per_node)
+        ledger.work_out(formulas.L2_NODE, l2_bytes=request.l2_bytes, gpus=gpus)
         held.append(Held("l2", tokens, _point(curve, tokens, request.rate), slots))
     if request.l3_bytes:
         tokens = ledger.work_out_as(
