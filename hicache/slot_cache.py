@@ -256,6 +256,14 @@ class SlotCache:
         with self._changed:
             return self._directory.take_changes()
 
+    def settle(self, *, timeout_s: float) -> bool:
+        """Wait until no copy reads or writes a slot of the engine, which may take its memory away then. False when the
+        time was not enough."""
+        with self._changed:
+            self._pump.pump()
+            deadline_s = self._clock() + timeout_s
+            return self._pump.wait_while(lambda: bool(self._directory.busy_slots()), deadline_s=deadline_s)
+
     def flush(self, *, timeout_s: float) -> bool:
         """Wait until nothing is under way between the tiers. False when the time was not enough."""
         with self._changed:

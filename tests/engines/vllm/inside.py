@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.vllm.driver import Answer, Engine, greedy, prompt_of
+from tests.engines.vllm.rig import ANSWER_TOKENS
 
 NOT_HELD = "not held"
 
@@ -117,9 +118,9 @@ def storm(
 
 
 def samples(engine: Engine, *, prompt: list[int], count: int) -> list[list[int]]:
-    """What several samples of one prompt, all greedy, are: vLLM makes a request of each."""
-    parameters = greedy(6)
-    parameters.n = count
+    """What several samples of one prompt are, each of the likeliest tokens: vLLM makes a request of each."""
+    parameters = greedy(ANSWER_TOKENS)
+    parameters.n, parameters.temperature, parameters.top_k = count, 1.0, 1
     [output] = engine.llm.generate([prompt_of({"prompt": prompt})], parameters, use_tqdm=False)
     return [list(each.token_ids) for each in output.outputs]
 
