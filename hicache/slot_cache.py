@@ -42,7 +42,8 @@ class SlotRequest:
 class SlotCache:
     """The engine names pages by its own chained hashes, and slots by their index in its own pools, which every rank has
     adopted (``L1Pool.adopt``). hicache says which prefix L2 and L3 can restore, copies it into slots that the engine
-    names, and copies pages and states out of them. Thread-safe. No call waits for a copy, for L3 or for room.
+    names, and copies pages and states out of them. Thread-safe. No call but
+    ``settle`` and ``flush`` waits for a copy, for L3 or for room.
 
     No fault of L2, L3 or a copy raises here. UsageError means that the engine's own call was refused.
     """
