@@ -42,7 +42,8 @@ class SlotRequest:
 class SlotCache:
     """The engine names pages by its own chained hashes, and slots by their index in its own pools, which every rank has
     adopted (``L1Pool.adopt``). hicache says which prefix L2 and L3 can restore, copies it into slots that the engine
-    names, and copies pages and states out of them. Thread-safe. No call waits for a copy, for L3 or for room.
+    names, and copies pages and states out of them. Thread-safe. No call but
+    ``settle`` and ``flush`` waits for a copy, for L3 or for room.
 
     No fault of L2, L3 or a copy raises here. UsageError means that the engine's own call was refused.
     """
@@ -263,6 +264,14 @@ class SlotCache:
         Nothing without ``tells_changes``; of more than UNTAKEN_MAX changes, the oldest are missing."""
         with self._changed:
             return self._directory.take_changes()
+
+    def settle(self, *, timeout_s: float) -> bool:
+        """Wait until no copy reads or writes a slot of the engine, which may take its memory away then. False when the
+        time was not enough."""
+        with self._changed:
+            self._pump.pump()
+            deadline_s = self._clock() + timeout_s
+            return self._pump.wait_while(lambda: bool(self._directory.busy_slots()), deadline_s=deadline_s)
 
     def flush(self, *, timeout_s: float) -> bool:
         """Wait until nothing is under way between the tiers. False when the time was not enough."""

@@ -7,8 +7,8 @@ import threading
 from array import array
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, TypeAlias
 
 from vllm.distributed.kv_events import MEDIUM_CPU, MEDIUM_STORAGE, BlockRemoved, BlockStored, KVCacheEvent
 from vllm.v1.core.kv_cache_utils import (
@@ -26,6 +26,10 @@ _log = logging.getLogger(__name__)
 OWNERSHIP = "hicache"
 QUEUED_MAX = 100_000
 KNOWN_MAX = 200_000  # pages, of which about 1 KB each is remembered
+
+_AT_ONCE = 1000
+
+Told: TypeAlias = tuple[bytes, int]  # the key of a page, and a group of vLLM
 
 _MEDIUMS = {Place.L2: MEDIUM_CPU, Place.L3: MEDIUM_STORAGE}
 
@@ -48,7 +52,6 @@ class _Page:
     lora: tuple[int | None, str | None]
     extra_keys: list[tuple[Any, ...] | None] | None
     session_id: str | None
-    told: set[tuple[Place, int]] = field(default_factory=set)  # where a router was told that blocks of a group are
 
 
 class StoreEvents:
@@ -75,6 +78,7 @@ class StoreEvents:
         self._lock = threading.Lock()
         self._events: deque[KVCacheEvent] = deque()
         self._pages: OrderedDict[bytes, _Page] = OrderedDict()  # by key
+        self._told: dict[Place, set[Told]] = {place: set() for place in Place}  # to be there, and known
 
     def name_pages(self, request: Any, keys: Sequence[bytes], page_hashes: Sequence[bytes], first: int) -> None:
         """``keys`` and ``page_hashes`` are of all full pages of a request of vLLM; those before ``first`` are known."""
@@ -84,7 +88,9 @@ class StoreEvents:
                     self._pages[keys[page]] = self._page(request, page_hashes, page)
                 self._pages.move_to_end(keys[page])
             while len(self._pages) > KNOWN_MAX:
-                self._pages.popitem(last=False)
+                key, _ = self._pages.popitem(last=False)
+                for told in self._told.values():
+                    told.difference_update((key, group.index) for group in self._groups)
 
     def take(self) -> list[KVCacheEvent]:
         """Events since the last call, in order."""
@@ -97,8 +103,8 @@ class StoreEvents:
         """Whatever was told is of no use to this engine any more."""
         with self._lock:
             self._follow_changes()
-            for page in self._pages.values():
-                self._remove(page, sorted(page.told))
+            for place, told in self._told.items():
+                self._remove(place, sorted(told))
             self._pages.clear()
 
     def removed_objects(self, object_keys: Iterable[bytes]) -> None:
@@ -108,17 +114,22 @@ class StoreEvents:
             for key, group in map(page_of_object, object_keys):
                 self._tell(PageChange(key, Place.L3, 1 << group, is_there=False))
 
-    def keep_only(self, object_keys: Iterable[bytes]) -> None:
-        """hicached was away and is there again, or is another one: of what it had, it has these objects."""
+    def in_l3(self) -> list[Told]:
+        """What is told to be in L3 now, for ``keep_only``."""
+        with self._lock:
+            self._follow_changes()
+            return list(self._told[Place.L3])
+
+    def keep_only(self, told: Iterable[Told], object_keys: Iterable[bytes]) -> None:
+        """hicached was away and is there again, or is another one: of what it had, ``told``, it has these objects."""
         present: dict[bytes, int] = {}
         for key, group in map(page_of_object, object_keys):
             present[key] = present.get(key, 0) | 1 << group
-        with self._lock:
-            self._follow_changes()
-            for key, page in self._pages.items():
-                there = present.get(key, 0)
-                gone = [group.index for group in self._groups if group.mask & ~there]
-                self._remove(page, [(Place.L3, index) for index in gone])
+        masks = {group.index: group.mask for group in self._groups}
+        gone = [(key, index) for key, index in told if masks[index] & ~present.get(key, 0)]
+        for start in range(0, len(gone), _AT_ONCE):  # the scheduler does not wait for all of them
+            with self._lock:
+                self._remove(Place.L3, gone[start : start + _AT_ONCE])
 
     # -- inside, with the lock held ----------------------------------------------------------------------------------
 
@@ -131,11 +142,13 @@ class StoreEvents:
         if page is None:
             return
         if not change.is_there:
-            self._remove(page, [(change.place, each.index) for each in self._groups if each.mask & change.groups])
+            gone = ((change.key, group.index) for group in self._groups if group.mask & change.groups)
+            self._remove(change.place, gone)
             return
+        told = self._told[change.place]
         for group in self._groups:
-            if not group.mask & ~change.groups and (change.place, group.index) not in page.told:
-                page.told.add((change.place, group.index))
+            if not group.mask & ~change.groups and (change.key, group.index) not in told:
+                told.add((change.key, group.index))
                 self._append(self._stored(page, change.place, group))
 
     def _stored(self, page: _Page, place: Place, group: EventGroup) -> BlockStored:
@@ -156,13 +169,14 @@ class StoreEvents:
             session_id=page.session_id,
         )
 
-    def _remove(self, page: _Page, places: Iterable[tuple[Place, int]]) -> None:
-        for place, group in places:
-            if (place, group) in page.told:
-                page.told.remove((place, group))
+    def _remove(self, place: Place, gone: Iterable[Told]) -> None:
+        told = self._told[place]
+        for key, group in gone:
+            if (key, group) in told:
+                told.remove((key, group))
                 self._append(
                     BlockRemoved(
-                        block_hashes=[maybe_convert_block_hash(page.block_hash)],
+                        block_hashes=[maybe_convert_block_hash(self._pages[key].block_hash)],
                         medium=_MEDIUMS[place],
                         group_idx=group,
                         locality=self._locality if place is Place.L3 else None,
@@ -211,15 +225,16 @@ class L3Removals:
 
     def _tell(self) -> None:
         present: set[bytes] | None = None  # of a snapshot that is under way
+        before: list[Told] = []  # what was told before it; what comes after is not in it
         for event in self._watch:
             match event.kind:
                 case WatchKind.RESET:
-                    present = set()
+                    present, before = set(), self._events.in_l3()
                 case WatchKind.PRESENT | WatchKind.STORED if present is not None:
                     present.update(event.keys)
                 case WatchKind.SYNCED if present is not None:
-                    self._events.keep_only(present)
-                    present = None
+                    self._events.keep_only(before, present)
+                    present, before = None, []
                 case WatchKind.REMOVED:
                     if present is not None:
                         present.difference_update(event.keys)

@@ -76,7 +76,9 @@ def check_nothing_is_held(cache: SlotCache, engine: VllmEngine) -> None:
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("model", MODELS)
-def test_every_block_holds_what_its_tokens_make_of_it_in_random_lives(opened: Open, model: str, tp_size: int) -> None:
+def test_br_002_br_003_every_block_holds_what_its_tokens_make_of_it_in_random_lives(
+    opened: Open, model: str, tp_size: int
+) -> None:
     engine = opened(model, tp_size=tp_size, seed=tp_size)
     live(engine, 150)
     assert engine.tokens_loaded > 0
@@ -99,7 +101,7 @@ def test_what_one_engine_has_saved_another_loads(opened: Open, model: str, tmp_p
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_bytes_that_changed_in_l3_are_computed_instead(opened: Open, model: str, tmp_path: Path) -> None:
+def test_br_076_bytes_that_changed_in_l3_are_computed_instead(opened: Open, model: str, tmp_path: Path) -> None:
     l3 = f"file://{tmp_path}/l3?shared=1"
     first = opened(model, l3=l3, prefetch_mode="wait_complete")
     first.submit("a", range(50), generated=10)
@@ -121,7 +123,7 @@ def test_bytes_that_changed_in_l3_are_computed_instead(opened: Open, model: str,
 
 @pytest.mark.parametrize("leg", ["load", "backup"])
 @pytest.mark.parametrize("model", MODELS)
-def test_copies_that_fail_cost_their_requests_the_cache_and_no_more(
+def test_br_139_br_143_copies_that_fail_cost_their_requests_the_cache_and_no_more(
     opened: Open, model: str, leg: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = getattr(PoolCopies, leg)
@@ -158,7 +160,7 @@ def test_a_lost_rank_costs_the_engine_the_cache_and_no_more(opened: Open) -> Non
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_after_a_weight_update_nothing_of_before_is_loaded(opened: Open, model: str) -> None:
+def test_br_062_after_a_weight_update_nothing_of_before_is_loaded(opened: Open, model: str) -> None:
     engine = opened(model)
     for _ in range(5):
         live_on(engine, 12)

@@ -369,8 +369,9 @@ def test_everything_that_is_counted_has_a_metric() -> None:
     assert {sample[0] for sample in world.side.samples()} <= {metric.name for metric in METRICS}
 
 
-def test_a_call_that_the_cache_refuses_costs_the_request_the_cache_and_no_more(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("error", [UsageError, IndexError, AssertionError])
+def test_a_call_that_fails_costs_the_request_the_cache_and_no_more(
+    caplog: pytest.LogCaptureFixture, error: type[Exception]
 ) -> None:
     world = World()
     computed(world, range(30))
@@ -379,7 +380,7 @@ def test_a_call_that_the_cache_refuses_costs_the_request_the_cache_and_no_more(
     world.side.allocated(request, ([5, 6, 7],), 24)
 
     def refuse(*arguments: Any, **options: Any) -> Any:
-        raise UsageError("a slot is missing")
+        raise error("a slot is missing")
 
     world.cache.load = refuse  # type: ignore[method-assign]
     plan = world.plan()
@@ -390,6 +391,28 @@ def test_a_call_that_the_cache_refuses_costs_the_request_the_cache_and_no_more(
     world.side.finished(request)
     assert world.side.counts.calls_refused == 1
     assert all(record.released for record in world.cache.records)
+
+
+def test_blocks_that_vllm_does_not_name_cost_the_request_its_load() -> None:
+    world = World(HYBRID)
+    request = world.request("a", range(17))
+    world.compute(request, 16, states=[(0, 11, 16)])
+    world.side.finished(request)
+    request = world.request("b", range(17))
+    assert world.side.matched(request, 0) == 16
+    world.side.allocated(request, ([], [5, 6]), 16)  # a state without its block
+    plan = world.plan()
+    assert (plan.received, plan.failed) == ({"b"}, {"b"})
+    assert world.side.matched(request, 0) == 0
+    world.side.finished(request)
+    assert all(record.released for record in world.cache.records)
+
+
+def test_a_reset_waits_for_copies_whose_memory_may_be_taken_away_next() -> None:
+    world = World()
+    computed(world, range(30))
+    world.side.reset()
+    assert len(world.logged("settle")) == 1
 
 
 def test_close_ends_the_cache() -> None:
