@@ -92,7 +92,7 @@ def mha_pool(layout: str, *, v_head_dim: int = 16) -> Any:
     )
 
 
-def dsa_pools(layout: str) -> dict[str, Any]:
+def dsa_pools(layout: str, *, allocator: str = "default") -> dict[str, Any]:
     """Its kernels want pages of 64 tokens."""
     with server(extra_config("unix:///nowhere.sock")):
         device = DSATokenToKVPool(
@@ -119,8 +119,13 @@ def dsa_pools(layout: str) -> dict[str, Any]:
         start_layer=0,
         end_layer=3,
         target_layer_num=3,
+        allocator_type=allocator,
     )
-    return {"kv": anchor, "indexer": DSAIndexerPoolHost(make_dsa_indexer_pool_decl(device), anchor, pin_memory=False)}
+    indexer = make_dsa_indexer_pool_decl(device)
+    return {
+        "kv": anchor,
+        "indexer": DSAIndexerPoolHost(indexer, anchor, pin_memory=False, allocator_type=allocator),
+    }
 
 
 def paged_pool(name: str, layout: str) -> Any:
