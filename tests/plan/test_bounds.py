@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import pytest
 
+from hicache.plan.capacity import work_out
+from hicache.plan.hf_config import read_config
 from hicache.plan.lengths import LengthMix
 from hicache.plan.machine import GIB, MACHINES, machine
 from hicache.plan.plan import make_plan
-from hicache.plan.presets import model
+from hicache.plan.presets import CONFIGS, model
 from hicache.plan.ratio import solve
 from hicache.plan.settings import Settings
 from hicache.plan.tiers import TierRequest
@@ -94,3 +96,10 @@ def test_br_149_pages_need_no_common_multiple_with_windows_chunks_and_states(nam
     assert plan.is_feasible
     assert plan.capacity.kv_tokens % page_tokens == 0
     assert plan.tiers.held[0].tokens > 0
+
+
+def test_a_draft_beside_an_indexer_is_on_each_dcp_rank() -> None:
+    shape = read_config({**CONFIGS["deepseek-v3"], "index_head_dim": 128}, name="sparse")
+    for dcp in (1, 2):
+        settings = Settings(model=shape, machine=B300, tp=8, dcp=dcp, draft_layers=1)
+        assert work_out(settings).kv.full_cell_bytes == 61 * 1152 + 1152 * dcp + (61 + 1) * 132 * dcp

@@ -167,6 +167,13 @@ def test_it_runs_without_torch_and_grpc_and_a_home() -> None:
     assert json.loads(finished.stdout)["model"] == "kimi-k3"
 
 
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "hicache.cli", "plan", "kimi-k4"]
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert finished.returncode == 2
+    assert "model = 'kimi-k4'" in finished.stderr
+
+
 def test_the_plan_in_the_document_is_what_is_printed() -> None:
     shown = DOCUMENT.split("\n```\n")[1]
     printed = run("kimi-k3", "--machine", "b300-hgx", *K3[1:]).output
