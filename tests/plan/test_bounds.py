@@ -103,3 +103,15 @@ def test_a_draft_beside_an_indexer_is_on_each_dcp_rank() -> None:
     for dcp in (1, 2):
         settings = Settings(model=shape, machine=B300, tp=8, dcp=dcp, draft_layers=1)
         assert work_out(settings).kv.full_cell_bytes == 61 * 1152 + 1152 * dcp + (61 + 1) * 132 * dcp
+
+
+def test_weights_of_no_head_are_on_each_rank() -> None:
+    """MLA's ways into its latents and routers, in fp8: 61 x 7168 x (512 + 64 + 1536) and 58 x 7168 x 256."""
+    copied = 61 * 7168 * (512 + 64 + 1536) + 58 * 7168 * 256
+    weights = model("deepseek-v3").weights
+    assert weights.copied_bytes == copied
+    one, eight = (make_plan(Settings(model=model("deepseek-v3"), machine=B300, tp=tp)) for tp in (1, 8))
+    share = (one.ledger["weights_bytes_per_gpu"].value - copied) / 8 + copied
+    assert eight.ledger["weights_bytes_per_gpu"].value == pytest.approx(share, abs=1)
+    staged = make_plan(Settings(model=model("deepseek-v3"), machine=B300, tp=8, pp=61))
+    assert staged.ledger["weights_bytes_per_gpu"].value == pytest.approx(share / 61, abs=1)
