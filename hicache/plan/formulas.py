@@ -21,10 +21,10 @@ _ROW, _LAYER = "bytes per token and layer", "bytes per slot and layer"
 # Weights and what they leave.
 WEIGHTS = Formula(
     "weights_bytes_per_gpu",
-    "ceil((expert_bytes / (tp * dp) + sharded_bytes / tp) * stage_layers / layers + replicated_bytes)",
+    "ceil((expert_bytes / (tp * dp) + sharded_bytes / tp + copied_bytes) * stage_layers / layers + replicated_bytes)",
     "bytes",
     "GPU",
-    "experts over all GPUs of a stage, whole (EP) or cut, the rest over tensor parallelism; the largest stage",
+    "experts over all GPUs of a stage, whole (EP) or cut, heads over TP, latents and routers copied; largest stage",
 )
 GRAPH_BATCH = Formula(
     "graph_batch",

@@ -180,6 +180,13 @@ def _tiers(plan: Plan) -> Iterator[Table | None]:
                 f"{point.written_tokens_per_s:,.0f}",
             )
         yield table
+    if tiers.snapshots:
+        table = _table("snapshots of the state at", "hits", "of attention", "snapshots", "bytes on all ranks")
+        for snapshots in tiers.snapshots:
+            taken, size = snapshots.point, f"{snapshots.state_bytes / GIB:,.1f} GiB"
+            hits = (f"{taken.hit_ratio:.1%}", f"{taken.attention_ratio:.1%}")
+            table.add_row(f"  {taken.policy}", *hits, f"{taken.snapshots:,}", size)
+        yield table
     if tiers.breakeven:
         table = _table("loading beats computing from", "tokens")
         for breakeven in tiers.breakeven:

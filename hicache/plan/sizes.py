@@ -114,6 +114,7 @@ def weights(settings: Settings, ledger: Ledger) -> int:
         expert_bytes=model.weights.expert_bytes,
         dp=settings.dp,
         sharded_bytes=model.weights.sharded_bytes,
+        copied_bytes=model.weights.copied_bytes,
         tp=settings.tp,
         stage_layers=max(len(stage) for stage in pipeline_stages(model.layer_count, settings.pp)),
         layers=model.layer_count,
