@@ -8,10 +8,14 @@ from collections.abc import Callable, Iterator, Sequence
 from hicache.backends.base import Backend, PutItem
 from hicache.backends.catalog import Catalog, tenant_of
 from hicache.backends.eviction import Evictor
+from hicache.breaker import BreakerLimits, CircuitBreaker
 from hicache.outcome import Outcome
 
 PUT_GROUP_BYTES = 64 << 20  # room is made for so much of a batch at a time
 QUOTA_GROUPS = 8  # puts of one tenant that may be in progress without one taking the other for over the quota
+
+# Where others have filled the medium, what is evicted for a put goes for nothing: it is tried ever more rarely.
+EVICTIONS_IN_VAIN = BreakerLimits(consecutive_failures_max=2, failure_ratio=1.0, open_s=1.0, open_s_max=60.0)
 
 
 class Puts:
@@ -26,14 +30,18 @@ class Puts:
         removal_lock: threading.Lock,
         object_bytes_max: int,
         delete: Callable[[Sequence[bytes]], object],
+        clock: Callable[[], float],
     ) -> None:
-        """``removal_lock`` is the evictor's; ``delete`` is for what was to be deleted while it was written."""
+        """``removal_lock`` is the evictor's; ``delete`` is for what was to be deleted while it was written; ``clock``
+        gives seconds.
+        """
         self._backend = backend
         self._catalog = catalog
         self._evictor = evictor
         self._removal_lock = removal_lock
         self._object_bytes_max = object_bytes_max
         self._delete = delete
+        self._evictions = CircuitBreaker(EVICTIONS_IN_VAIN, clock=clock)  # those for a medium that says it is full
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
         """See ``ObjectStore.put``."""
@@ -112,9 +120,7 @@ class Puts:
         """Second try for what met a full medium, after more eviction, and for what met an object on its way out."""
         full = [position for position, outcome in enumerate(outcomes) if outcome is Outcome.NO_SPACE]
         if full:
-            short_bytes = sum(self._backend.stored_bytes(items[position].payload.nbytes) for position in full)
-            if self._evictor.evict(tenant_of(items[0].key), lambda: short_bytes) == 0:
-                full = []
+            self._put_after_eviction(items, full, outcomes)
         with self._catalog.lock:
             residents = self._catalog.residents
             leaving = [
@@ -122,14 +128,33 @@ class Puts:
                 for position, outcome in enumerate(outcomes)
                 if outcome is Outcome.EXISTS and items[position].key not in residents
             ]
-        again = sorted(full + leaving)
-        if not again:
+        self._put_once_more(items, leaving, outcomes)
+
+    def _put_after_eviction(self, items: Sequence[PutItem], full: list[int], outcomes: list[Outcome]) -> None:
+        """Unless that has let nothing in of late."""
+        permit = self._evictions.acquire()
+        if permit is None:
+            return
+        try:
+            short_bytes = sum(self._backend.stored_bytes(items[position].payload.nbytes) for position in full)
+            if self._evictor.evict(tenant_of(items[0].key), lambda: short_bytes) == 0:
+                return
+            self._put_once_more(items, full, outcomes)
+            if all(outcomes[position] is Outcome.NO_SPACE for position in full):
+                self._evictions.fail(permit)
+            else:
+                self._evictions.succeed(permit)
+        finally:
+            self._evictions.abandon(permit)  # changes nothing for one that was given back
+
+    def _put_once_more(self, items: Sequence[PutItem], positions: list[int], outcomes: list[Outcome]) -> None:
+        if not positions:
             return
         with self._removal_lock:  # nothing is on its way out now
-            retried = [items[position] for position in again]
+            retried = [items[position] for position in positions]
             settled = self._backend.put(retried)
             self._index_stored(retried, settled, is_settled=True)
-        for position, outcome in zip(again, settled, strict=True):
+        for position, outcome in zip(positions, settled, strict=True):
             outcomes[position] = outcome
 
     def _index_stored(self, items: Sequence[PutItem], outcomes: list[Outcome], *, is_settled: bool = False) -> None:

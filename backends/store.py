@@ -92,6 +92,7 @@ class ObjectStore:
             removal_lock=self._removal_lock,
             object_bytes_max=object_bytes_max,
             delete=self.delete,
+            clock=clock,
         )
         self._recency = RecencyWriter(backend, self._catalog, clock=clock)
         self._is_closed = False

@@ -28,6 +28,7 @@ def open_l3(
     tenant: str = DEFAULT_TENANT,
     deployment: str = "",
     salt: bytes | None = None,
+    asks_first: bool = False,
 ) -> L3 | None:
     """L3 at ``address``, or None without one.
 
@@ -41,8 +42,9 @@ def open_l3(
     ``memory`` must live until the L3 is closed. Raises ConfigError for every other address.
 
     With a ``deployment``, hicached compares the spec and the ``salt`` with those of the other engines that name it.
-    This waits for its first answer, ``connect_timeout_s`` at most, and raises ConfigError when that is a lasting
-    refusal, whatever it is about. A daemon that does not answer now may still refuse later, which ``status()`` shows.
+    With that, or where it ``asks_first``, this waits for hicached's first answer, ``connect_timeout_s`` at most, and
+    raises ConfigError when that is a lasting refusal, whatever it is about. A daemon that does not answer now may still
+    refuse later, which ``status()`` shows.
     """
     if deployment:
         _check_deployment(address, deployment)
@@ -53,7 +55,8 @@ def open_l3(
         from hicache.client import DaemonL3  # gRPC is loaded only where a daemon is asked for
 
         client = DaemonL3(address, spec=spec, memory=memory, token=token, deployment=deployment, salt=salt)
-        if deployment and (fault := client.wait_first_answer()) is not None and fault.is_lasting:
+        fault = client.wait_first_answer() if deployment or asks_first else None
+        if fault is not None and fault.is_lasting:
             client.close()
             raise _refused(fault, address, deployment)
         return client

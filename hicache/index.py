@@ -11,6 +11,7 @@ from typing import Protocol
 from hicache.arena import ArenaLayout
 from hicache.arena_room import ArenaRoom
 from hicache.node import Entry, Keep, Node, Tier
+from hicache.page_changes import PageChange, PageChanges, Place
 from hicache.policies.eviction import EvictionPolicy, Lru
 from hicache.prefix import PrefixRule
 from hicache.room import Room, WrittenRule
@@ -65,6 +66,7 @@ class Index:
         self.pools = self._room.pools
         self.evicted = self._room.evicted
         self.published = 0  # entries so far
+        self.changes: PageChanges | None = None  # of L2 and L3, where somebody asks for them
         self._has_gaps = has_gaps
         self._full_groups = tuple(group for group, reach in enumerate(spec.reach_pages) if reach is None)
         self._pending: dict[Node, int] = {}  # holds that have come and gone and are not yet counted in ``Node.held``
@@ -173,6 +175,8 @@ class Index:
         node.entries[tier][group] = entry
         node.masks[tier] |= 1 << group
         node.resident |= 1 << group
+        if self.changes is not None and tier is Tier.L2:
+            self.changes.add(PageChange(node.key, Place.L2, node.masks[tier], is_there=True))
         self._room.wake(node)
         for copies in node.entries:  # the copy in the other tier may not be the nearest one any more
             self._room.offer(copies[group])
@@ -185,12 +189,16 @@ class Index:
         node.entries[entry.tier][entry.group] = None
         node.masks[entry.tier] &= ~bit
         node.resident = node.masks[Tier.L1] | node.masks[Tier.L2]
+        if self.changes is not None and entry.tier is Tier.L2:
+            self.changes.add(PageChange(node.key, Place.L2, bit, is_there=False))
         self.pools[entry.tier][entry.group].release(entry.handle)
         if self._room.spares_unwritten:
             self._room.resort(node)
 
     def stored(self, node: Node, groups: int) -> None:
         """L3 has these groups of ``node``, as a mask."""
+        if self.changes is not None and groups & ~node.in_l3:
+            self.changes.add(PageChange(node.key, Place.L3, node.in_l3 | groups, is_there=True))
         node.in_l3 |= groups
         node.confirmed_at_s = self.now_s
         if self._room.spares_unwritten:
@@ -198,6 +206,8 @@ class Index:
 
     def gone_from_l3(self, node: Node, groups: int) -> None:
         """L3 does not have these groups of ``node``, as a mask."""
+        if self.changes is not None and groups & node.in_l3:
+            self.changes.add(PageChange(node.key, Place.L3, groups & node.in_l3, is_there=False))
         node.in_l3 &= ~groups
         if self._room.spares_unwritten:
             self._room.resort(node)

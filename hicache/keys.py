@@ -148,3 +148,10 @@ def object_key(block_key: bytes, *, group: int, shard: int) -> bytes:
     The namespace digest inside the block key fixes what the two indices mean.
     """
     return block_key + _OBJECT_SUFFIX.pack(group, shard)
+
+
+def page_of_object(name: bytes) -> tuple[bytes, int]:
+    """The block key and the group of an object with this L3 name: see ``object_key``."""
+    end = len(name) - _OBJECT_SUFFIX.size
+    group, _ = _OBJECT_SUFFIX.unpack_from(name, end)
+    return name[:end], int(group)

@@ -11,6 +11,7 @@ from hicache.directory import DirectoryConfig
 from hicache.errors import UsageError
 from hicache.keys import BlockKeys, FieldValue, chained_key
 from hicache.l3 import L3
+from hicache.page_changes import PageChange
 from hicache.policies import policy_of
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
 from hicache.policies.write import WritePolicy, write_policy_of
@@ -32,11 +33,17 @@ class SlotRequest:
         self._record = record
         self.prefetch_deadline_s = 0.0  # by the cache's clock
 
+    @property
+    def keys(self) -> Sequence[bytes]:
+        """What its full pages are called in L2 and L3, by page."""
+        return self._record.keys
+
 
 class SlotCache:
     """The engine names pages by its own chained hashes, and slots by their index in its own pools, which every rank has
     adopted (``L1Pool.adopt``). hicache says which prefix L2 and L3 can restore, copies it into slots that the engine
-    names, and copies pages and states out of them. Thread-safe. No call waits for a copy, for L3 or for room.
+    names, and copies pages and states out of them. Thread-safe. No call but
+    ``settle`` and ``flush`` waits for a copy, for L3 or for room.
 
     No fault of L2, L3 or a copy raises here. UsageError means that the engine's own call was refused.
     """
@@ -52,11 +59,13 @@ class SlotCache:
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
         one_numbering: bool = False,
+        tells_changes: bool = False,
         ranks: Ranks | None = None,
         copies: str = "auto",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """As ``HiCache``: ``l1`` is the adopted pool of rank 0, or None for all three: see ``lead``.
+        ``tells_changes``: see ``take_changes``.
 
         A rank that is here takes no steps of a RankWorker. The engine computes in the thread and stream in which it
         calls ``step``, ``load`` and ``save``: a step when none of the slots that it reuses are in ``busy_slots``, and
@@ -80,7 +89,9 @@ class SlotCache:
                 ranks=spec.rank_count,
                 prefetch_threshold_tokens=self._prefetch_policy.threshold_tokens,
             )
-            self._directory = SlotDirectory(spec, config, write_policy=policy, one_numbering=one_numbering)
+            self._directory = SlotDirectory(
+                spec, config, write_policy=policy, one_numbering=one_numbering, tells_changes=tells_changes
+            )
         except BaseException:
             self._replica.give_up()
             raise
@@ -97,6 +108,7 @@ class SlotCache:
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
         one_numbering: bool = False,
+        tells_changes: bool = False,
     ) -> Self:
         """The leader in a process without a rank, such as an engine's scheduler: every rank is a RankWorker.
 
@@ -112,6 +124,7 @@ class SlotCache:
             prefetch=prefetch,
             write_policy=write_policy,
             one_numbering=one_numbering,
+            tells_changes=tells_changes,
             ranks=ranks,
         )
 
@@ -245,6 +258,20 @@ class SlotCache:
         """Counters since start, as they are now; see DirectoryStats for what is conserved."""
         with self._changed:
             return self._directory.stats.copy()
+
+    def take_changes(self) -> list[PageChange]:
+        """What of pages has come to L2 and L3 since the last call, as far as this cache was told, or has left them.
+        Nothing without ``tells_changes``; of more than UNTAKEN_MAX changes, the oldest are missing."""
+        with self._changed:
+            return self._directory.take_changes()
+
+    def settle(self, *, timeout_s: float) -> bool:
+        """Wait until no copy reads or writes a slot of the engine, which may take its memory away then. False when the
+        time was not enough."""
+        with self._changed:
+            self._pump.pump()
+            deadline_s = self._clock() + timeout_s
+            return self._pump.wait_while(lambda: bool(self._directory.busy_slots()), deadline_s=deadline_s)
 
     def flush(self, *, timeout_s: float) -> bool:
         """Wait until nothing is under way between the tiers. False when the time was not enough."""

@@ -10,6 +10,7 @@ from hicache.errors import ConfigError, UsageError
 from hicache.index import Index
 from hicache.jobbook import JobBook
 from hicache.jobs import Completion, Job
+from hicache.page_changes import PageChange, PageChanges
 from hicache.policies.write import WritePolicy, WriteThrough
 from hicache.prefetch import Prefetcher, PrefetchLimits
 from hicache.slot_loader import SlotLoader
@@ -44,6 +45,7 @@ class SlotDirectory:
         *,
         write_policy: WritePolicy | None = None,
         one_numbering: bool = False,
+        tells_changes: bool = False,
     ) -> None:
         """``config.l1_slots`` are the engine's; with ``one_numbering`` those of all groups lie on the same bytes.
         Raises ConfigError without L2, and for a policy that writes back."""
@@ -55,6 +57,8 @@ class SlotDirectory:
         self.index = Index(
             spec, (none, config.l2_slots), has_l3=config.has_l3, has_gaps=True, lost=self.stats.tokens_lost
         )
+        if tells_changes:
+            self.index.changes = PageChanges()
         self._l1_slots = config.l1_slots
         self._jobs = JobBook(ranks=config.ranks)
         self._use = SlotUse(one_numbering=one_numbering)
@@ -126,6 +130,10 @@ class SlotDirectory:
         else:
             after = self._use.touching(self._use.slot(group, slot) for group, slots in reuses.items() for slot in slots)
         return Step(self._jobs.number(), tuple(sorted(after)))
+
+    def take_changes(self) -> list[PageChange]:
+        """What of pages has come to L2 and L3, or left them, since the last call; nothing unless it was asked for."""
+        return [] if self.index.changes is None else self.index.changes.take()
 
     # -- a request ---------------------------------------------------------------------------------------------------
 

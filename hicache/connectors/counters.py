@@ -43,17 +43,22 @@ METRICS = (
     Metric("calls_refused", (), "Requests that went on without the store after a defect, which the log tells"),
     Metric("ranks_lost", (), "Ranks that the leader has lost", is_gauge=True),
     Metric("prefetch_in_flight_tokens", (), "Tokens on their way from L3", is_gauge=True),
-    Metric("l3_objects", ("operation", "outcome"), "Objects of calls to hicached by outcome"),
-    Metric("l3_bytes", ("operation",), "Payload bytes moved to and from hicached"),
-    Metric("l3_refusals", ("code",), "Calls and hellos that hicached refused"),
-    Metric("l3_ready", (), "Whether hicached is connected and its breaker closed", is_gauge=True),
+    Metric("l3_objects", ("operation", "outcome"), "Objects of calls to hicached by outcome, of all ranks"),
+    Metric("l3_bytes", ("operation",), "Payload bytes moved to and from hicached, of all ranks"),
+    Metric("l3_refusals", ("code",), "Calls and hellos that hicached refused, of all ranks"),
+    Metric("l3_ready", ("rank",), "Whether hicached is connected and the breaker closed", is_gauge=True),
 )
 _GAUGES = frozenset(metric.name for metric in METRICS if metric.is_gauge)
 
 
-def samples_of(stats: DirectoryStats, status: L3Status | None = None) -> Samples:
+def samples_of(stats: DirectoryStats) -> Samples:
     """Everything counted since start. ``stats`` is read by the thread that owns the directory, or under its lock."""
-    return dict([*_of_directory(stats), *(_of_l3(status) if status is not None else ())])
+    return dict(_of_directory(stats))
+
+
+def l3_samples_of(status: L3Status, *, rank: int) -> Samples:
+    """What the client of hicached of one rank has counted since it was made."""
+    return dict(_of_l3(status, rank))
 
 
 def add(samples: Samples, others: Mapping[Sample, float]) -> None:
@@ -96,13 +101,13 @@ def _of_directory(stats: DirectoryStats) -> Iterator[tuple[Sample, float]]:
     yield ("prefetch_in_flight_tokens",), stats.prefetch_in_flight
 
 
-def _of_l3(status: L3Status) -> Iterator[tuple[Sample, float]]:
+def _of_l3(status: L3Status, rank: int) -> Iterator[tuple[Sample, float]]:
     for operation, counts in status.operations.items():
         for outcome, objects in counts.objects.items():
             yield ("l3_objects", operation, outcome.name.lower()), objects
         yield ("l3_bytes", operation), sum(moved for outcome, moved in counts.bytes.items() if outcome.is_ok)
     yield from _labelled("l3_refusals", status.refusals.items())
-    yield ("l3_ready",), int(not status.is_degraded)
+    yield ("l3_ready", str(rank)), int(not status.is_degraded)
 
 
 def _labelled(name: str, counts: Iterable[tuple[str, int]]) -> Iterator[tuple[Sample, float]]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
@@ -23,10 +24,14 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
 from vllm.v1.core.kv_cache_utils import resolve_kv_cache_block_sizes
+from vllm.v1.kv_cache_interface import get_kv_cache_spec_kind, get_kv_cache_spec_sliding_window
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from hicache.client import DaemonL3
+from hicache.connect import DAEMON_SCHEMES
 from hicache.connectors.adapters import AdapterIdentities
 from hicache.connectors.counters import Increments
+from hicache.connectors.vllm_events import EventGroup, L3Removals, StoreEvents
 from hicache.connectors.vllm_facts import engine_facts, weights_folder
 from hicache.connectors.vllm_identity import (
     EngineIdentity,
@@ -46,6 +51,7 @@ from hicache.slot_cache import SlotCache
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
         KVConnectorPromMetrics,
         KVConnectorStats,
@@ -94,6 +100,8 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._adapters = AdapterIdentities() if role is KVConnectorRole.SCHEDULER else None
         self._increments = Increments()
         self._scheduler: SchedulerSide | None = None
+        self._events: StoreEvents | None = None
+        self._watching = ExitStack()  # what hicached removes
         self._worker: WorkerSide | None = None
 
     # -- in every worker ---------------------------------------------------------------------------------------------
@@ -159,7 +167,10 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
             prefetch=settings.prefetch,
             write_policy=settings.write_policy,
             one_numbering=True,
+            tells_changes=self._tells_events,
         )
+        if self._tells_events:
+            self._events = self._follow(cache, engine)
         self._scheduler = SchedulerSide(
             cache,
             Geometry(engine.groups, page_tokens=self._page_tokens, hash_tokens=self._hash_tokens),
@@ -167,6 +178,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
             loads=self._kv_transfer_config.is_kv_consumer,
             saves=self._kv_transfer_config.is_kv_producer,
             zeroes_early=bool(getattr(self._vllm_config, "use_v2_model_runner", False)),
+            events=self._events,
         )
 
     def on_new_request(self, request: Request) -> None:
@@ -183,11 +195,14 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._side.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """What was counted since the last call, in the scheduler: it knows of all ranks."""
-        if self._scheduler is None:
-            return None
-        samples = self._increments.take(self._scheduler.samples())
+        """What was counted since the last call: in the scheduler, or by a worker's client of hicached."""
+        side = self._scheduler or self._worker
+        samples = self._increments.take(side.samples()) if side is not None else {}
         return HiCacheStats.of(samples) if samples else None
+
+    def take_events(self) -> Iterable[KVCacheEvent]:
+        """What came into L2 and L3 since the last call, and what went; nothing where vLLM publishes no events."""
+        return self._events.take() if self._events is not None else ()
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
@@ -238,6 +253,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """Free everything: threads, sockets, shared memory. Idempotent."""
         if self._worker is not None:
             self._worker.close()
+        self._watching.close()
         scheduler, self._scheduler = self._scheduler, None
         if scheduler is not None:
             scheduler.close()
@@ -251,6 +267,26 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         if self._scheduler is None:
             raise ConfigError("workers", None, "workers that have registered their KV caches before the first request")
         return self._scheduler
+
+    @property
+    def _tells_events(self) -> bool:
+        config = self._vllm_config.kv_events_config
+        return config is not None and bool(config.enable_kv_cache_events)
+
+    def _follow(self, cache: SlotCache, engine: EngineSpec) -> StoreEvents:
+        """The events of a cache; where L3 is hicached, also of what it removes."""
+        address = self._settings.l3 or ""
+        events = StoreEvents(
+            _event_groups(self._kv_cache_config, engine),
+            page_tokens=self._page_tokens,
+            take_changes=cache.take_changes,
+            locality="REMOTE" if address.startswith("tcp://") else "LOCAL",
+        )
+        if address.startswith(tuple(f"{scheme}://" for scheme in DAEMON_SCHEMES)):
+            client = DaemonL3(address, spec=engine.spec, memory=None, token=self._settings.secret)
+            self._watching.callback(client.close)
+            self._watching.callback(L3Removals(client.watch(), events).close)
+        return events
 
     def _computed_here(self, request: Request) -> int:
         """Tokens of a request in vLLM's own prefix cache, on the scheduler's blocks."""
@@ -282,6 +318,16 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         assert self._adapters is not None
         content = self._adapters.identity(request.lora_request)
         return None if content is None else Identity(salt, {"lora": content})
+
+
+def _event_groups(config: KVCacheConfig, engine: EngineSpec) -> list[EventGroup]:
+    found = []
+    for index, group in enumerate(config.kv_cache_groups):
+        mask = sum(1 << number for number, each in enumerate(engine.groups) if each.group == index)
+        if mask:
+            kind = get_kv_cache_spec_kind(group.kv_cache_spec).value
+            found.append(EventGroup(index, mask, kind, get_kv_cache_spec_sliding_window(group.kv_cache_spec)))
+    return found
 
 
 def _plan(metadata: KVConnectorMetadata) -> StepPlan:

@@ -1,4 +1,4 @@
-"""The store's counters in vLLM's own form: its log line, its Prometheus metrics, its sources of cache hits."""
+"""The store's counters in vLLM's own form: its log line and its Prometheus metrics."""
 
 from __future__ import annotations
 
@@ -6,16 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
-from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from hicache.connectors.counters import METRICS, Samples, add
 
 PREFIX = "vllm:hicache_"
-_SOURCES = {"l2": CacheHitSource.HOST, "l3": CacheHitSource.DISK}
 
 
 class HiCacheStats(KVConnectorStats):
-    """Samples on their way from the scheduler to the process that logs: ``data`` is ``{"samples": [[..., value]]}``."""
+    """Samples on their way to the process that logs: ``data`` is ``{"samples": [[..., value]]}``."""
 
     @classmethod
     def of(cls, samples: Samples) -> HiCacheStats:
@@ -84,17 +82,3 @@ class HiCachePromMetrics(KVConnectorPromMetrics):
                 child.set(value)
             elif value > 0:
                 child.inc(value)
-
-
-def hit_sources(tokens_by_source: Mapping[str, int], tokens: int) -> dict[CacheHitSource, int]:
-    """``tokens`` that were loaded, by vLLM's names for where from; they add up to it."""
-    found: dict[CacheHitSource, int] = {}
-    left = tokens
-    for source, count in tokens_by_source.items():
-        share = min(count, left)
-        if share > 0 and source in _SOURCES:
-            found[_SOURCES[source]] = share
-            left -= share
-    if left:
-        found[CacheHitSource.EXTERNAL_UNSPECIFIED] = left
-    return found

@@ -18,12 +18,12 @@ from functools import partial
 from typing import Any, TypeVar
 
 from hicache.connectors.counters import Samples, samples_of
-from hicache.connectors.vllm_pages import BlockIds, Cache, Geometry, Load, Slots, VllmRequest
-from hicache.errors import UsageError
+from hicache.connectors.vllm_pages import BlockIds, Cache, Events, Geometry, Load, Slots, VllmRequest
 
 T = TypeVar("T")
 
 _LOG = logging.getLogger(__name__)
+_SETTLE_S = 5.0  # many times what the copies of a whole prompt take
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,9 +96,10 @@ class SchedulerSide:
         loads: bool = True,
         saves: bool = True,
         zeroes_early: bool = False,
+        events: Events | None = None,
     ) -> None:
         """``identity_of``: None for a request that must neither load nor save. ``zeroes_early``: workers may write to
-        new blocks before they take the step.
+        new blocks before they take the step. ``events``: are told what pages requests are made of.
         """
         self.cache = cache
         self.counts = Counts()
@@ -107,6 +108,7 @@ class SchedulerSide:
         self._loads = loads
         self._saves = saves
         self._zeroes_early = zeroes_early
+        self._events = events
         self._entries: dict[str, _Entry] = {}
         self._busy: dict[str, _Entry] = {}  # those with a load that vLLM waits for
         self._reused: set[int] = set()  # blocks that loads of the next step were given
@@ -152,14 +154,15 @@ class SchedulerSide:
         entry = self._entries.get(request.request_id)
         if entry is None or not external_tokens:
             return
+        self._busy[request.request_id] = entry
+        self._reused.update(block for blocks in block_ids for block in blocks)
+        self._try(entry, lambda: self._want(entry, block_ids, external_tokens), otherwise=None)
+
+    def _want(self, entry: _Entry, block_ids: BlockIds, external_tokens: int) -> None:
         end = entry.computed + external_tokens
         first, stop = entry.computed // self._geometry.page_tokens, end // self._geometry.page_tokens
         slots = self._geometry.attention_slots(block_ids, range(first, stop))
-        for group, pages in self._geometry.state_slots(block_ids, stop - 1).items():
-            slots[group] = pages
-        entry.wanted = _Wanted(entry.computed, end, slots)
-        self._busy[request.request_id] = entry
-        self._reused.update(block for blocks in block_ids for block in blocks)
+        entry.wanted = _Wanted(entry.computed, end, slots | self._geometry.state_slots(block_ids, stop - 1))
 
     def finished(self, request: VllmRequest) -> None:
         """It has ended, however. A load that vLLM waits for is reported all the same."""
@@ -271,13 +274,17 @@ class SchedulerSide:
         """Nothing that was saved before is found again by this engine: its weights may be others from now on.
 
         Requests under way go on; what they have computed is not saved. Whatever is saved from now on is this engine's
-        alone until it starts again.
+        alone until it starts again. Waits for copies that are under way: vLLM may take the blocks' memory away next.
         """
+        if not self.cache.settle(timeout_s=_SETTLE_S):
+            _LOG.error("copies of KV blocks have not ended within %g s of a reset", _SETTLE_S)
         self._epoch = uuid.uuid4().hex
         for entry in self._entries.values():
             entry.is_stale = entry.load is not None or entry.wanted is not None
             if not entry.is_stale:
                 self._release(entry)
+        if self._events is not None:
+            self._events.forget()
 
     def samples(self) -> Samples:
         """Everything that was counted since start."""
@@ -294,10 +301,10 @@ class SchedulerSide:
     # -- inside ------------------------------------------------------------------------------------------------------
 
     def _try(self, entry: _Entry, call: Callable[[], T], *, otherwise: T) -> T:
-        """A call that the cache refuses is a defect of this module: the request goes on without the cache."""
+        """Whatever fails here is a defect of this module or of the cache: the request goes on without the cache."""
         try:
             return call()
-        except UsageError:
+        except Exception:  # raised, it would end the engine, for the sake of one request's cache
             _LOG.exception("request %s goes on without the cache", entry.request.request_id)
             self.counts.calls_refused += 1
             entry.is_refused = True
@@ -323,6 +330,7 @@ class SchedulerSide:
         entry.record = self.cache.open(
             list(entry.hashes), token_count=entry.token_count, salt=identity.salt, extras=extras or None
         )
+        self._name_pages(entry, 0)
         return True
 
     def _follow(self, entry: _Entry, *, exactly: bool = False) -> bool:
@@ -343,7 +351,12 @@ class SchedulerSide:
             self.cache.append(entry.record, fresh, token_count=token_count)
             entry.hashes += fresh
             entry.token_count = token_count
+            self._name_pages(entry, known)
         return True
+
+    def _name_pages(self, entry: _Entry, first: int) -> None:
+        if self._events is not None:
+            self._events.name_pages(entry.request, entry.record.keys, entry.hashes, first)
 
     def _want_checkpoint(self, entry: _Entry, restored: int, limit: int) -> None:
         """Where attention is known beyond the last state, ask vLLM to stop there once: the next sibling finds a state.

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hicache.connect import open_l3
+from hicache.connectors.counters import Samples, l3_samples_of
 from hicache.connectors.vllm_scheduler import StepPlan
 from hicache.connectors.vllm_settings import VllmSettings
 from hicache.connectors.vllm_spec import EngineSpec, LayerBlocks, adoptable, described, engine_spec
@@ -77,6 +78,8 @@ class WorkerSide:
         self._worker: RankWorker | None = _open_worker(
             settings, self.engine, kv_cache_config, tensors, place.rank, leader
         )
+        self._rank = place.rank
+        self._l3 = self._worker.l3
 
     def begin(self, plan: StepPlan) -> None:
         """Compute may begin: what it must not overwrite has been copied. Takes no longer than that, and never raises
@@ -90,6 +93,11 @@ class WorkerSide:
         self._end_step()
         if plan.fence is not None and (fence := self._entered(*plan.fence)) is not None:
             fence.close()
+
+    def samples(self) -> Samples:
+        """What its client of hicached has counted since start; nothing with another L3."""
+        status = getattr(self._l3, "status", None)  # of DaemonL3, which only those import that have one
+        return {} if status is None else l3_samples_of(status(), rank=self._rank)
 
     def close(self, *, settle_timeout_s: float = 2.0) -> None:
         """Leave the replica, and give L2 and L3 back, when what is on its way to L3 is there or the time is over.
@@ -133,7 +141,14 @@ def _open_worker(
         counts = l2_slot_counts(spec, settings.l2_bytes, state_share=settings.l2_state_share)
         l2 = L2Pool(spec, counts, rank=rank, device=l1.device)
         undo.callback(l2.close)
-        l3 = open_l3(settings.l3, spec=spec, memory=l2, token=settings.secret, deployment=settings.deployment)
+        l3 = open_l3(
+            settings.l3,
+            spec=spec,
+            memory=l2,
+            token=settings.secret,
+            deployment=settings.deployment,
+            asks_first=True,
+        )
         if l3 is not None:
             undo.callback(l3.close)
         worker = RankWorker(spec, rank=rank, leader=leader, l1=l1, l2=l2, l3=l3, waits=False)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from hicache.plan import formulas, vllm_pool
@@ -12,7 +12,9 @@ from hicache.plan.settings import Settings
 from hicache.plan.sizes import NO_STATE, KvSizes, StateSizes, kv_sizes, rest_bytes, state_sizes
 from hicache.plan.state_pool import Pools, share_memory
 
-Bound: TypeAlias = Literal["weights", "state_slots", "kv_tokens", "window_tokens", "max_running_requests", "engine"]
+Bound: TypeAlias = Literal[
+    "weights", "context_tokens", "state_slots", "kv_tokens", "window_tokens", "max_running_requests", "engine"
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +51,7 @@ def work_out(settings: Settings, ledger: Ledger | None = None) -> Capacity:
     kv = kv_sizes(settings, ledger)
     state = state_sizes(settings, ledger)
     if settings.engine == "vllm":
-        return _of_vllm(settings, ledger, rest, kv, state)
+        return _within_context(settings, _of_vllm(settings, ledger, rest, kv, state))
     pools = share_memory(settings, state, rest, ledger) if state is not NO_STATE else Pools(1, 0, 0, 0, rest)
     tokens, window_tokens = _tokens(settings, kv, max(0, pools.kv_pool_bytes), ledger)
     limits: dict[Bound, int] = {"kv_tokens": _requests_by_tokens(settings, tokens)}
@@ -62,17 +64,25 @@ def work_out(settings: Settings, ledger: Ledger | None = None) -> Capacity:
         running = min(running, limits["state_slots"])
     if rest <= 0:
         limits, running = {"weights": 0}, 0
-    return Capacity(rest, kv, state, pools, tokens, running, limits)
+    return _within_context(settings, Capacity(rest, kv, state, pools, tokens, running, limits))
+
+
+def _within_context(settings: Settings, found: Capacity) -> Capacity:
+    """No request runs where the longest is longer than the engine takes."""
+    if found.rest_bytes <= 0 or settings.lengths.longest_tokens <= settings.context:
+        return found
+    return replace(found, limits={"context_tokens": 0, **found.limits})
 
 
 def _of_vllm(settings: Settings, ledger: Ledger, rest: int, kv: KvSizes, state: StateSizes) -> Capacity:
     pool = vllm_pool.work_out(settings, kv, state, rest, ledger)
     bound: Bound = "kv_tokens" if settings.model.attention else "state_slots"
     limits: dict[Bound, int] = {"weights": 0} if rest <= 0 else {bound: pool.requests}
-    if rest > 0 and settings.running_max_per_dp is not None:
-        limits["max_running_requests"] = settings.running_max_per_dp
+    admitted = settings.running_max_per_dp or vllm_pool.sequences_max(settings.machine)
+    if rest > 0:
+        limits["engine" if settings.running_max_per_dp is None else "max_running_requests"] = admitted
     pools = Pools(pool.states_per_request, pool.state_slots, 0, 0, max(0, rest))
-    admitted = min(limits.get("max_running_requests", vllm_pool.SEQUENCES_MAX), pool.sequences_max)
+    admitted = min(admitted, pool.sequences_max)
     return Capacity(rest, kv, state, pools, pool.attention_tokens, admitted, limits)
 
 
@@ -116,7 +126,11 @@ def _requests_by_tokens(settings: Settings, tokens: int) -> int:
 
 
 def _requests_by_windows(settings: Settings, tokens: int) -> int:
-    """Each request holds its window and, while a chunk of it is computed, a page more."""
+    return requests_that_fit(tokens, *held_in_windows(settings))
+
+
+def held_in_windows(settings: Settings) -> tuple[float, float]:
+    """Mean and deviation of a request's tokens in a window: those, and a page more while a chunk is computed."""
     [group] = settings.model.window_attention
     window = (group.window_tokens or 0) + settings.page_tokens
-    return requests_that_fit(tokens, *settings.lengths.held_tokens(page_tokens=settings.page_tokens, at_most=window))
+    return settings.lengths.held_tokens(page_tokens=settings.page_tokens, at_most=window)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,8 @@ from hicache.plan.workload import Workload, read_workload
 
 EXIT_INFEASIBLE = 3
 REPORT_COLUMNS = 132
+AMOUNT_MAX = 1e9  # GiB, GB or TB
+PARAMETERS_MAX = 1e15
 
 
 @click.command(epilog=f"Built-in models: {', '.join(CONFIGS)}.")
@@ -61,7 +64,9 @@ REPORT_COLUMNS = 132
 @click.option("--replay-ring", is_flag=True, help="ReplaySSM rings in place of a state for each draft token.")
 @click.option("--ring-depth", type=int, help="Tokens of a ring; by default from --draft-tokens.")
 @click.option("--page-tokens", default=64, show_default=True)
-@click.option("--memory-fraction", type=float, help="Share of GPU memory; by default 0.85 (SGLang), 0.92 (vLLM).")
+@click.option(
+    "--memory-fraction", type=float, help="Share of GPU memory; by default at most 0.85 (SGLang), 0.92 (vLLM)."
+)
 @click.option(
     "--fraction-of",
     type=click.Choice(["total", "free"]),
@@ -99,6 +104,10 @@ def plan(**options: Any) -> None:  # Any: as click parsed them
 
     MODEL is the path of a config.json, or a built-in name. The exit code is 3 where the request is infeasible.
     """
+    if options["solve_ratio"] and options["state_slots"] is not None:
+        raise ConfigError("state_slots", options["state_slots"], "none with --solve-ratio: it takes the slots' place")
+    if options["flags_for"] and options["json_path"] == "-":
+        raise ConfigError("json", "-", "a file with --engine-flags, which prints to stdout too")
     workload = None if options["trace"] is None else read_workload(options["trace"])
     settings = read_settings(options, workload)
     found = make_plan(settings, read_tiers(options, workload), solve_ratio=options["solve_ratio"])
@@ -139,8 +148,8 @@ def read_settings(options: dict[str, Any], workload: Workload | None = None) -> 
         machine=place,
         overlap=not options["no_overlap"],
         radix_cache=not options["no_radix_cache"],
-        reserved_bytes=round(options["reserved_gib"] * GIB),
-        rest_bytes=None if options["rest_gib"] is None else round(options["rest_gib"] * GIB),
+        reserved_bytes=_bytes(options, "reserved_gib", GIB),
+        rest_bytes=None if options["rest_gib"] is None else _bytes(options, "rest_gib", GIB),
         lengths=_lengths(options, workload),
         **{name: options[name] for name in _SAME_NAMES},
     )
@@ -177,22 +186,20 @@ _SAME_NAMES = (
 
 def read_tiers(options: dict[str, Any], workload: Workload | None) -> TierRequest:
     """What options ask about tiers. Raises ConfigError."""
-    for name in ("l2_gib", "l3_tb", "drive_tb"):
-        if options[name] < 0:
-            raise ConfigError(name, options[name], "0 or more")
     for name in ("rate", "write_amplification", "active_parameters"):
-        if options[name] is not None and not options[name] > 0:
-            raise ConfigError(name, options[name], "a number above 0")
+        if options[name] is not None:
+            _check_above_zero(name, options[name])
     for ttl_s in options["ttls"]:
-        if not ttl_s > 0:
-            raise ConfigError("ttl", ttl_s, "seconds above 0")
+        _check_above_zero("ttl", ttl_s)
+    traced = workload if workload is not None and workload.has_blocks else None
     return TierRequest(
-        l2_bytes=round(options["l2_gib"] * GIB),
+        l2_bytes=_bytes(options, "l2_gib", GIB),
         l2_state_share=options["l2_state_share"],
-        l3_bytes=round(options["l3_tb"] * 1000 * GB),
-        drive_bytes=round(options["drive_tb"] * 1000 * GB),
+        l3_bytes=_bytes(options, "l3_tb", 1000 * GB),
+        drive_bytes=_bytes(options, "drive_tb", 1000 * GB),
         write_amplification=options["write_amplification"],
-        curve=ReuseCurve(workload) if workload is not None and workload.has_blocks else None,
+        curve=None if traced is None else ReuseCurve(traced),
+        workload=traced,
         ttls_s=options["ttls"] or TTLS_S,
         rate=options["rate"],
         active_parameters=options["active_parameters"],
@@ -208,6 +215,18 @@ def _lengths(options: dict[str, Any], workload: Workload | None) -> LengthMix:
 
 
 def _with_memory(place: Machine, gpu_gb: float) -> Machine:
-    if gpu_gb <= 0:
-        raise ConfigError("gpu_gb", gpu_gb, "a number above 0")
+    _check_above_zero("gpu_gb", gpu_gb)
     return replace(place, name=f"{place.name} with {gpu_gb:g} GB", gpu_gb=gpu_gb)
+
+
+def _bytes(options: Mapping[str, Any], name: str, unit: int) -> int:
+    """A size that was given in units of so many bytes. Raises ConfigError."""
+    if not 0 <= options[name] <= AMOUNT_MAX:
+        raise ConfigError(name, options[name], f"a number from 0 to {AMOUNT_MAX:g}")
+    size: int = round(options[name] * unit)
+    return size
+
+
+def _check_above_zero(name: str, value: float) -> None:
+    if not 0 < value <= PARAMETERS_MAX:
+        raise ConfigError(name, value, f"a number above 0, at most {PARAMETERS_MAX:g}")

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
 from hicache.plan.capacity import Capacity
+from hicache.plan.formula import Ledger
 from hicache.plan.machine import GB
 from hicache.plan.settings import Engine, Settings
+from hicache.plan.sizes import memory_fraction
 
 VERSIONS: Mapping[Engine, str] = {"sglang": "0.5.23", "vllm": "0.32.0"}
 _SGLANG_KV = {"fp8_ds_mla": "fp8_e4m3", "fp4_e2m1": "nvfp4"}  # packed rows are its own choice, by kernel
+_DRAFTS: Mapping[Engine, str] = {
+    "sglang": "--speculative-algorithm, and the draft model that it takes",
+    "vllm": 'to --speculative-config the "method", and the draft "model" that it takes',
+}
 _VLLM_KV = {"fp4_e2m1": "nvfp4", "float16": "float16"}
 
 
@@ -21,6 +28,7 @@ class Flags:
     engine: Engine
     environment: dict[str, str]
     flags: dict[str, str | None]
+    missing: str = ""  # what the plan does not know and the engine needs
 
     @property
     def version(self) -> str:
@@ -34,8 +42,9 @@ class Flags:
 
     def __str__(self) -> str:
         variables = [f"{name}={value} \\" for name, value in self.environment.items()]
-        lines = [name if value is None else f"{name} {value}" for name, value in self.flags.items()]
-        return "\n".join((f"# {self.engine} {self.version}", *variables, " \\\n".join(lines)))
+        lines = [name if value is None else f"{name} {shlex.quote(value)}" for name, value in self.flags.items()]
+        missing = [f"# add {self.missing}"] if self.missing else []
+        return "\n".join((f"# {self.engine} {self.version}", *missing, *variables, " \\\n".join(lines)))
 
 
 def engine_flags(engine: Engine, settings: Settings, capacity: Capacity, *, l2_bytes: int = 0) -> Flags:
@@ -44,7 +53,8 @@ def engine_flags(engine: Engine, settings: Settings, capacity: Capacity, *, l2_b
     environment = {}
     if engine == "sglang" and settings.skip_decode_lock:
         environment["SGLANG_OPT_MAMBA_SKIP_DECODE_LOCK"] = "1"
-    return Flags(engine, environment, dict(make[engine](settings, capacity, l2_bytes)))
+    missing = _DRAFTS[engine] if settings.draft_tokens else ""
+    return Flags(engine, environment, dict(make[engine](settings, capacity, l2_bytes)), missing)
 
 
 def _sglang(settings: Settings, capacity: Capacity, l2_bytes: int) -> Iterator[tuple[str, str | None]]:
@@ -63,7 +73,7 @@ def _sglang(settings: Settings, capacity: Capacity, l2_bytes: int) -> Iterator[t
     yield "--context-length", str(settings.context)
     yield "--chunked-prefill-size", str(settings.chunk_tokens)
     if settings.rest_bytes is None and settings.fraction_of == "total":
-        yield "--mem-fraction-static", f"{settings.fraction:g}"
+        yield "--mem-fraction-static", f"{memory_fraction(settings, Ledger()):g}"
     yield "--max-running-requests", str(max(1, capacity.concurrent_requests) * settings.dp)
     if settings.model.window_attention:
         yield "--swa-full-tokens-ratio", f"{settings.window_ratio:g}"
@@ -108,7 +118,10 @@ def _vllm(settings: Settings, capacity: Capacity, l2_bytes: int) -> Iterator[tup
     yield "--block-size", str(settings.page_tokens)
     yield "--max-model-len", str(settings.context)
     yield "--max-num-batched-tokens", str(settings.chunk_tokens)
-    yield "--gpu-memory-utilization", f"{settings.fraction:g}"
+    if settings.rest_bytes is None and settings.fraction_of == "total":
+        yield "--gpu-memory-utilization", f"{memory_fraction(settings, Ledger()):g}"
+    else:
+        yield "--kv-cache-memory-bytes", str(max(0, capacity.rest_bytes))
     yield "--max-num-seqs", str(max(1, capacity.concurrent_requests))
     yield "--enable-prefix-caching" if settings.radix_cache else "--no-enable-prefix-caching", None
     if settings.model.recurrence:

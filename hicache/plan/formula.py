@@ -12,7 +12,15 @@ from typing import Any, Literal, TypeAlias
 Number: TypeAlias = int | float
 Scope: TypeAlias = Literal["rank", "GPU", "DP rank", "replica", "cluster", "node", "request", "drive"]
 
-FUNCTIONS = {"ceil": math.ceil, "floor": math.floor, "int": int, "log2": math.log2, "max": max, "min": min}
+FUNCTIONS = {
+    "ceil": math.ceil,
+    "floor": math.floor,
+    "int": int,
+    "log2": math.log2,
+    "max": max,
+    "min": min,
+    "round": round,
+}
 _NAME = re.compile(r"\b[a-z_]\w*\b")
 
 

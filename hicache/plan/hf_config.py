@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache.errors import ConfigError
+from hicache.plan.hf_fields import Config, first, layer_numbers, section, shortened, strings, whole
 from hicache.plan.hf_weights import read_weights
 from hicache.plan.model import Attention, Experts, ModelShape, Recurrence
 
@@ -38,14 +39,15 @@ _RECURRENT_HINTS = (
     "ssm_",
 )
 
-Config = Mapping[str, Any]  # JSON: checked where it is read
+LAYERS_MAX = 4096
+CONTEXT_TOKENS = 131072  # of a model that does not say
 
 
 def load_config(path: str | Path) -> dict[str, Any]:
     """The fields of a `config.json`. Raises ConfigError."""
     try:
-        config = json.loads(Path(path).read_text())
-    except (OSError, ValueError) as error:
+        config = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError("model", str(path), f"a preset, or the config.json of a model ({error})") from error
     if not isinstance(config, dict):
         raise ConfigError("model", str(path), "a JSON object, as config.json is")
@@ -55,19 +57,17 @@ def load_config(path: str | Path) -> dict[str, Any]:
 def read_config(config: Config, *, name: str, source: str = "") -> ModelShape:
     """The shape that a config describes. Raises ConfigError for what it does not say: sizes are never guessed."""
     text = text_config(config)
-    _whole(text, "hidden_size")
-    layer_count = _whole(text, "num_hidden_layers", "n_layer")
+    whole(text, "hidden_size")
+    layer_count = whole(text, "num_hidden_layers", "n_layer", at_most=LAYERS_MAX)
     kinds = layer_kinds(text, layer_count)
     linear = _layers(kinds, LINEAR)
     attention = tuple(
-        read_attention(text, _layers(kinds, kind), window_tokens=window)
-        for kind, window in ((FULL, None), (WINDOW, text.get("sliding_window")))
+        read_attention(text, _layers(kinds, kind), is_window=kind == WINDOW)
+        for kind in (FULL, WINDOW)
         if _layers(kinds, kind)
     )
     recurrence = (read_recurrence(text, linear),) if linear else ()
-    experts_count = _first(text, "num_local_experts", "n_routed_experts", "num_experts", "num_routed_experts")
-    top_k = _first(text, "num_experts_per_tok", "num_experts_per_token", "moe_topk")
-    experts = Experts(int(experts_count), int(top_k)) if experts_count and top_k else None
+    experts = _experts(text)
     return ModelShape(
         name=name,
         layer_count=layer_count,
@@ -75,10 +75,21 @@ def read_config(config: Config, *, name: str, source: str = "") -> ModelShape:
         recurrence=recurrence,
         weights=read_weights(config, text, attention=attention, recurrence=recurrence, experts=experts),
         experts=experts,
-        context_tokens=int(_first(text, "max_position_embeddings", "model_max_length", "seq_length") or 131072),
+        context_tokens=whole(text, "max_position_embeddings", "model_max_length", "seq_length", default=CONTEXT_TOKENS),
         state_dtype=text.get("mamba_ssm_dtype") or "float32",
         source=source,
     )
+
+
+def _experts(text: Config) -> Experts | None:
+    """Models without experts leave the fields out, or say 0."""
+    count = whole(
+        text, "num_local_experts", "n_routed_experts", "num_experts", "num_routed_experts", default=0, at_least=0
+    )
+    top_k = whole(text, "num_experts_per_tok", "num_experts_per_token", "moe_topk", default=0, at_least=0)
+    if top_k > count > 0:
+        raise ConfigError("config.num_experts_per_tok", top_k, f"at most {count}, the experts of a layer")
+    return Experts(count, top_k) if count and top_k else None
 
 
 def text_config(config: Config) -> Config:
@@ -100,7 +111,7 @@ def layer_kinds(text: Config, layer_count: int) -> list[tuple[str, ...]]:
 
 
 def _named_kinds(text: Config) -> list[tuple[str, ...]]:
-    names = _first(text, "layer_types", "layers_block_type") or []
+    names = strings(text, "layer_types", "layers_block_type")
     unknown = sorted(set(names) - _LAYER_KINDS.keys())
     if unknown:
         raise ConfigError("config.layer_types", unknown, f"kinds of layers of {', '.join(_LAYER_KINDS)}")
@@ -110,6 +121,8 @@ def _named_kinds(text: Config) -> list[tuple[str, ...]]:
 def _pattern_kinds(text: Config) -> list[tuple[str, ...]]:
     """Nemotron-H: a letter for each layer."""
     pattern = text.get("hybrid_override_pattern") or ""
+    if not isinstance(pattern, str):
+        raise ConfigError("config.hybrid_override_pattern", shortened(pattern), "a text, a letter for each layer")
     unknown = sorted(set(pattern) - _PATTERN_KINDS.keys())
     if unknown:
         raise ConfigError("config.hybrid_override_pattern", unknown, f"letters of {' '.join(_PATTERN_KINDS)}")
@@ -118,20 +131,21 @@ def _pattern_kinds(text: Config) -> list[tuple[str, ...]]:
 
 def _linear_config_kinds(text: Config, layer_count: int) -> list[tuple[str, ...]]:
     """Kimi: lists of layers, counted from 1."""
-    linear = text.get("linear_attn_config") or {}
+    linear = section(text, "linear_attn_config")
     if not linear.get("kda_layers"):
         return []
-    kda = set(linear["kda_layers"])
+    kda = layer_numbers(linear, "kda_layers", start=1, layer_count=layer_count)
     return [(LINEAR,) if layer + 1 in kda else (FULL,) for layer in range(layer_count)]
 
 
 def _period_kinds(text: Config, layer_count: int) -> list[tuple[str, ...]]:
     """Jamba: attention every so many layers. Bamba: a list of the layers with attention."""
-    period, offset = text.get("attn_layer_period"), text.get("attn_layer_offset")
-    if period and offset is not None:
+    if text.get("attn_layer_period") and text.get("attn_layer_offset") is not None:
+        period = whole(text, "attn_layer_period")
+        offset = whole(text, "attn_layer_offset", at_least=0, at_most=period - 1)
         return [(FULL,) if layer % period == offset else (LINEAR,) for layer in range(layer_count)]
-    indices = text.get("attn_layer_indices")
-    if indices:
+    if text.get("attn_layer_indices"):
+        indices = layer_numbers(text, "attn_layer_indices", start=0, layer_count=layer_count)
         return [(FULL,) if layer in indices else (LINEAR,) for layer in range(layer_count)]
     return []
 
@@ -139,10 +153,10 @@ def _period_kinds(text: Config, layer_count: int) -> list[tuple[str, ...]]:
 def _interval_kinds(text: Config, layer_count: int) -> list[tuple[str, ...]]:
     """Qwen3-Next: the last of every four is attention. Gemma 3: the last of every six is not a window."""
     if _is_gdn(text):
-        interval = text.get("full_attention_interval") or _QWEN_INTERVAL
+        interval = whole(text, "full_attention_interval", default=_QWEN_INTERVAL)
         return [(FULL,) if (layer + 1) % interval == 0 else (LINEAR,) for layer in range(layer_count)]
-    interval = text.get("sliding_window_pattern")
-    if interval and text.get("sliding_window"):
+    if text.get("sliding_window_pattern") and text.get("sliding_window"):
+        interval = whole(text, "sliding_window_pattern")
         return [(FULL,) if (layer + 1) % interval == 0 else (WINDOW,) for layer in range(layer_count)]
     return []
 
@@ -161,28 +175,32 @@ def _uniform_kind(text: Config) -> tuple[str, ...]:
     return (WINDOW,) if windowed else (FULL,)
 
 
-def read_attention(text: Config, layers: tuple[int, ...], *, window_tokens: int | None) -> Attention:
+def read_attention(text: Config, layers: tuple[int, ...], *, is_window: bool) -> Attention:
     """The attention of some layers: MLA where there is a latent, MHA or GQA otherwise."""
-    query_heads = _whole(text, "num_attention_heads", "n_head")
+    query_heads = whole(text, "num_attention_heads", "n_head")
+    window_tokens = whole(text, "sliding_window") if is_window else None
     if text.get("kv_lora_rank"):
-        rope = _whole(text, "qk_rope_head_dim")
+        latent, rope = whole(text, "kv_lora_rank"), whole(text, "qk_rope_head_dim")
         return Attention(
             layers,
             query_heads=query_heads,
-            head_dim=int(text.get("qk_nope_head_dim") or text["kv_lora_rank"]) + rope,
-            v_head_dim=int(text.get("v_head_dim") or text["kv_lora_rank"]),
-            latent_dim=_whole(text, "kv_lora_rank"),
+            head_dim=whole(text, "qk_nope_head_dim", default=latent) + rope,
+            v_head_dim=whole(text, "v_head_dim", default=latent),
+            latent_dim=latent,
             rope_dim=rope,
             window_tokens=window_tokens,
-            index_dim=int(text.get("index_head_dim") or 0),
+            index_dim=whole(text, "index_head_dim", default=0, at_least=0),
         )
-    head_dim = int(_first(text, "head_dim", "attention_head_dim") or _whole(text, "hidden_size") // query_heads)
+    hidden = whole(text, "hidden_size")
+    head_dim = whole(text, "head_dim", "attention_head_dim", default=hidden // query_heads)
+    if first(text, "head_dim", "attention_head_dim") is None and hidden % query_heads:
+        raise ConfigError("config.num_attention_heads", query_heads, f"a divisor of hidden_size = {hidden}")
     return Attention(
         layers,
         query_heads=query_heads,
         head_dim=head_dim,
-        v_head_dim=int(text.get("v_head_dim") or head_dim),
-        kv_heads=int(_first(text, "num_key_value_heads", "num_kv_heads") or query_heads),
+        v_head_dim=whole(text, "v_head_dim", default=head_dim),
+        kv_heads=whole(text, "num_key_value_heads", "num_kv_heads", default=query_heads),
         window_tokens=window_tokens,
     )
 
@@ -190,43 +208,43 @@ def read_attention(text: Config, layers: tuple[int, ...], *, window_tokens: int 
 def read_recurrence(text: Config, layers: tuple[int, ...]) -> Recurrence:
     """The recurrent state of some layers. Raises ConfigError for a kind whose state is not known."""
     if text.get("linear_attn_config"):
-        linear = text["linear_attn_config"]
-        heads, dim = _whole(linear, "num_heads"), _whole(linear, "head_dim")
-        kernel = _whole(linear, "short_conv_kernel_size")
+        linear = section(text, "linear_attn_config")
+        heads, dim = whole(linear, "num_heads"), whole(linear, "head_dim")
+        kernel = whole(linear, "short_conv_kernel_size")
         return Recurrence("kda", layers, heads, dim, groups=heads, state_dim=dim, conv_kernel=kernel)
     if _is_gdn(text):
         return Recurrence(
             "gdn",
             layers,
-            heads=_whole(text, "linear_num_value_heads"),
-            head_dim=_whole(text, "linear_value_head_dim"),
-            groups=_whole(text, "linear_num_key_heads"),
-            state_dim=_whole(text, "linear_key_head_dim"),
-            conv_kernel=_whole(text, "linear_conv_kernel_dim"),
+            heads=whole(text, "linear_num_value_heads"),
+            head_dim=whole(text, "linear_value_head_dim"),
+            groups=whole(text, "linear_num_key_heads"),
+            state_dim=whole(text, "linear_key_head_dim"),
+            conv_kernel=whole(text, "linear_conv_kernel_dim"),
         )
-    if _first(text, "mamba_n_heads", "mamba_num_heads", "num_heads"):
+    if first(text, "mamba_n_heads", "mamba_num_heads", "num_heads"):
         return _mamba2(text, layers)
-    if _first(text, "mamba_d_state", "state_size"):
-        channels = int(_first(text, "mamba_expand", "expand") or 2) * _whole(text, "hidden_size")
-        state = _whole(text, "mamba_d_state", "state_size")
-        kernel = _whole(text, "mamba_d_conv", "conv_kernel")
+    if first(text, "mamba_d_state", "state_size"):
+        channels = whole(text, "mamba_expand", "expand", default=2) * whole(text, "hidden_size")
+        state = whole(text, "mamba_d_state", "state_size")
+        kernel = whole(text, "mamba_d_conv", "conv_kernel")
         return Recurrence("mamba1", layers, channels, 1, groups=0, state_dim=state, conv_kernel=kernel)
     raise ConfigError("config.model_type", text.get("model_type"), "KDA, GDN, Mamba or Mamba2: its state is not known")
 
 
 def _mamba2(text: Config, layers: tuple[int, ...]) -> Recurrence:
-    heads = _whole(text, "mamba_n_heads", "mamba_num_heads", "num_heads")
-    head_dim = _first(text, "mamba_d_head", "mamba_head_dim", "head_dim")
+    heads = whole(text, "mamba_n_heads", "mamba_num_heads", "num_heads")
+    head_dim = first(text, "mamba_d_head", "mamba_head_dim", "head_dim")
     if not isinstance(head_dim, int):  # Granite and Bamba say "auto"
-        head_dim = _whole(text, "hidden_size") * int(_first(text, "mamba_expand", "expand") or 2) // heads
+        head_dim = whole(text, "hidden_size") * whole(text, "mamba_expand", "expand", default=2) // heads
     return Recurrence(
         "mamba2",
         layers,
         heads,
         head_dim,
-        groups=_whole(text, "mamba_n_groups", "n_groups"),
-        state_dim=_whole(text, "mamba_d_state", "ssm_state_size", "state_size"),
-        conv_kernel=_whole(text, "mamba_d_conv", "conv_kernel"),
+        groups=whole(text, "mamba_n_groups", "n_groups"),
+        state_dim=whole(text, "mamba_d_state", "ssm_state_size", "state_size"),
+        conv_kernel=whole(text, "mamba_d_conv", "conv_kernel"),
     )
 
 
@@ -236,15 +254,3 @@ def _is_gdn(text: Config) -> bool:
 
 def _layers(kinds: Sequence[tuple[str, ...]], kind: str) -> tuple[int, ...]:
     return tuple(layer for layer, found in enumerate(kinds) if kind in found)
-
-
-def _first(config: Config, *names: str) -> Any:
-    """The first of several names of one field that the config has: Any, as JSON is."""
-    return next((config[name] for name in names if config.get(name) is not None), None)
-
-
-def _whole(config: Config, *names: str) -> int:
-    value = _first(config, *names)
-    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-        raise ConfigError(f"config.{names[0]}", value, "a whole number of at least 1")
-    return value

@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from hicache.errors import ConfigError
 from hicache.slices import is_whole
 
+TOKENS_MAX = 2**40  # of a request
+WEIGHT_MAX = 1e12
 Z_95 = 1.645  # of a normal distribution: 95 % of sums stay below mean + Z_95 deviations
 
 
@@ -25,8 +27,8 @@ class LengthMix:
     def __post_init__(self) -> None:
         for input_tokens, output_tokens, weight in self.requests:
             whole = is_whole(input_tokens, at_least=1) and is_whole(output_tokens, at_least=0)
-            if not whole or not 0 < weight < math.inf:
-                expected = "input tokens of at least 1, output tokens of at least 0, a weight above 0"
+            if not whole or max(input_tokens, output_tokens) > TOKENS_MAX or not 0 < weight <= WEIGHT_MAX:
+                expected = "input tokens of at least 1, output tokens of at least 0, a weight above 0, none too large"
                 raise ConfigError("lengths", (input_tokens, output_tokens, weight), expected)
         if not self.requests:
             raise ConfigError("lengths", (), "one request or more")

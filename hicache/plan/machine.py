@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -76,9 +77,9 @@ MACHINES = {
             source=_FITTED,
         ),
         Machine(name="b200-hgx", gpu_gb=180, sheet_gb=192, prefill_tflops=1350, tiers=_TIERS, source=_FITTED),
-        Machine(name="h200", gpu_gb=141, sheet_gb=141, prefill_tflops=593, tiers=_TIERS, source=_FITTED),
-        Machine(name="h100", gpu_gb=80, sheet_gb=80, prefill_tflops=593, tiers=_TIERS, source=_FITTED),
-        Machine(name="a100", gpu_gb=80, sheet_gb=80, prefill_tflops=187, tiers=_TIERS, source=_FITTED),
+        Machine(name="h200", gpu_gb=149, sheet_gb=141, prefill_tflops=593, tiers=_TIERS, source=_FITTED),
+        Machine(name="h100", gpu_gb=85, sheet_gb=80, prefill_tflops=593, tiers=_TIERS, source=_FITTED),
+        Machine(name="a100", gpu_gb=85, sheet_gb=80, prefill_tflops=187, tiers=_TIERS, source=_FITTED),
     )
 }
 
@@ -91,8 +92,14 @@ def machine(name: str) -> Machine:
         raise ConfigError("machine", name, f"one of {', '.join(MACHINES)}, or a .json file with a machine's fields")
     try:
         found = msgspec.convert(json.loads(Path(name).read_text()), Machine)
-    except (OSError, ValueError, msgspec.ValidationError) as error:
+    except (OSError, ValueError, RecursionError, msgspec.ValidationError) as error:
         raise ConfigError("machine", name, f"a JSON object with the fields of a machine ({error})") from error
-    if found.gpu_gb <= 0 or found.prefill_tflops <= 0 or any(t.bytes_per_s <= 0 for t in found.tiers.values()):
-        raise ConfigError("machine", name, "gpu_gb, prefill_tflops and each tier's bytes_per_s above 0")
+    above_zero = {"gpu_gb": found.gpu_gb, "prefill_tflops": found.prefill_tflops, "gpus_per_node": found.gpus_per_node}
+    above_zero |= {f"tiers.{tier}.bytes_per_s": found.tiers[tier].bytes_per_s for tier in found.tiers}
+    for field_name, value in above_zero.items():
+        if not 0 < value < math.inf:
+            raise ConfigError(f"machine.{field_name}", value, f"a number above 0 in {name}")
+    for tier_name, tier in found.tiers.items():
+        if not 0 <= tier.latency_s < math.inf:
+            raise ConfigError(f"machine.tiers.{tier_name}.latency_s", tier.latency_s, f"seconds, 0 or more, in {name}")
     return found

@@ -100,6 +100,9 @@ def _tried(settings: Settings, fields: dict[str, Any]) -> tuple[tuple[str, ...],
 def _settings_changes(settings: Settings) -> list[Change]:
     """What costs no GPU, cheapest first: pools, then precision."""
     changes: list[Change] = []
+    longest = settings.lengths.longest_tokens
+    if settings.context < longest <= settings.model.context_tokens:
+        changes.append(Change(f"--context-tokens {longest}", {"context_tokens": longest}))
     if settings.model.recurrence and settings.engine == "sglang":
         solved = solve(settings)
         if solved is not None:

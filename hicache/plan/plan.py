@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from hicache.plan import formulas, traps
-from hicache.plan.capacity import Capacity, work_out
+from hicache.plan.capacity import Capacity, held_in_windows, work_out
 from hicache.plan.formula import Ledger
 from hicache.plan.nearest import Proposal, nearest, wanted
 from hicache.plan.ratio import Solved, Variation, sensitivity, solve
@@ -41,6 +41,11 @@ class Plan:
         asked = f"{wanted(settings) * settings.dp} asked for" if settings.concurrency else "at least one is needed"
         if self.is_feasible:
             return f"feasible: {requests} requests of these lengths run beside each other, bound by {bound}"
+        if found.bound_by == "context_tokens":
+            longest = settings.lengths.longest_tokens
+            return (
+                f"infeasible: requests of up to {longest:,} tokens are longer than the context of {settings.context:,}"
+            )
         if found.rest_bytes <= 0:
             missing = -found.rest_bytes / 2**30
             return f"infeasible: weights leave no memory, {missing:.1f} GiB are missing on each GPU"
@@ -114,7 +119,13 @@ def _always_there(ledger: Ledger) -> None:
 def _of_a_request(settings: Settings, capacity: Capacity, ledger: Ledger) -> None:
     """What a request of the mean length takes, on a rank and on all ranks that keep a part of it."""
     mean, _ = settings.lengths.held_tokens(page_tokens=settings.page_tokens)
-    kv = ledger.work_out(formulas.REQUEST_KV, tokens=round(mean), bytes_per_token=capacity.kv.bytes_per_token)
+    numbers = {"tokens": round(mean), "bytes_per_token": capacity.kv.bytes_per_token}
+    formula = formulas.REQUEST_KV
+    if settings.model.window_attention:
+        formula = formulas.REQUEST_KV_WINDOWS
+        in_windows, _ = held_in_windows(settings)
+        numbers |= {"window_tokens": round(in_windows), "window_bytes_per_token": capacity.kv.window_cell_bytes}
+    kv = ledger.work_out(formula, **numbers)
     state = ledger.work_out(
         formulas.REQUEST_STATE,
         slots_per_request=capacity.pools.slots_per_request if capacity.state.slot_bytes else 0,
@@ -133,7 +144,8 @@ def _of_a_request(settings: Settings, capacity: Capacity, ledger: Ledger) -> Non
 def _of_the_cluster(settings: Settings, ledger: Ledger) -> None:
     ledger.work_out(formulas.CHUNK_PER_DP, chunk_tokens=settings.chunk_tokens, dp=settings.dp)
     gpus = min(settings.gpus, settings.machine.gpus_per_node)
-    ledger.work_out(formulas.CORES, api_servers=settings.dp, dp=settings.dp, gpus=gpus)
+    here = min(settings.dp, max(1, gpus // (settings.tp * settings.pp)))  # DP ranks of a node
+    ledger.work_out(formulas.CORES, api_servers=here, engine_cores=here, dp=settings.dp, gpus=gpus)
     if settings.model.experts is not None and settings.expert_ranks > 1:
         ep, top_k = settings.expert_ranks, settings.model.experts.top_k
         ranks = ledger.work_out(formulas.EXPERT_RANKS, ep=ep, top_k=top_k)

@@ -172,5 +172,5 @@ def model(name: str) -> ModelShape:
     config = load_config(file)
     try:
         return read_config(config, name=file.resolve().parent.name, source=str(file))
-    except (KeyError, TypeError, ValueError) as error:  # a field that is no number, or lists where there is one number
+    except (KeyError, TypeError, ValueError, OverflowError) as error:  # fields that no model has in that form
         raise ConfigError("model", name, f"a config whose sizes are whole numbers ({error!r})") from error

@@ -6,8 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hicache.plan.capacity import Bound, Capacity, work_out
-from hicache.plan.settings import Settings
+from hicache.plan.settings import RATIO_MAX, Settings
 
+RATIO_END = 1e9  # beyond it, there is as good as nothing for KV
 STEPS = 40  # halvings of the share of state: finer than a single slot on any machine
 RATIO_FACTORS = (0.5, 0.8, 1.0, 1.25, 2.0)
 LENGTH_FACTORS = (0.5, 0.8, 1.25, 2.0)
@@ -21,6 +22,13 @@ class Solved:
     lowest: float
     highest: float
     requests: int
+
+    @property
+    def span(self) -> str:
+        """The ratios that are as good, as people read them."""
+        if self.highest > RATIO_END:
+            return f"{self.lowest:.3g} or more" if self.lowest > 1 / RATIO_END else "any"
+        return f"{self.lowest:.3g} to {self.highest:.3g}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +45,7 @@ def solve(settings: Settings) -> Solved | None:
 
     More for state never lets fewer requests run by state, nor more by KV: the best is where the two meet.
     """
-    if not settings.model.recurrence or settings.engine != "sglang":
+    if not settings.model.recurrence or settings.engine != "sglang" or _has_slots_for_each(settings):
         return None
     free = replace(settings, state_slots=None)
     meeting = _lowest_share(free, lambda found: _by_state(found) >= _by_kv(found))
@@ -46,18 +54,25 @@ def solve(settings: Settings) -> Solved | None:
         return None
     lowest = _lowest_share(free, lambda found: _by_state(found) >= best)
     highest = _lowest_share(free, lambda found: _by_kv(found) < best) - 2.0**-STEPS
-    lowest, highest = _ratio(lowest), _ratio(max(lowest, highest))
-    middle = _rounded_within(lowest, highest)
-    return Solved(middle, lowest, highest, best)
+    highest = max(lowest, highest)
+    middle = _rounded_within((lowest + highest) / 2, _ratio(lowest), _ratio(highest))
+    return Solved(middle, _ratio(lowest), _ratio(highest), best)
+
+
+def _has_slots_for_each(settings: Settings) -> bool:
+    """Without a radix cache, and with a limit, each request that may run has its slot, at any ratio."""
+    return not settings.radix_cache and settings.running_max_per_dp is not None
 
 
 def sensitivity(settings: Settings) -> list[Variation]:
     """Requests that run beside each other with other ratios, and with other lengths at this ratio."""
     variations = []
-    if settings.model.recurrence and settings.engine == "sglang" and settings.state_slots is None:
+    is_by_ratio = settings.state_slots is None and not _has_slots_for_each(settings)
+    if settings.model.recurrence and settings.engine == "sglang" and is_by_ratio:
         for factor in RATIO_FACTORS:
-            found = work_out(replace(settings, ratio=settings.ratio * factor))
-            label = f"ratio {settings.ratio * factor:.3g}"
+            ratio = min(settings.ratio * factor, RATIO_MAX)
+            found = work_out(replace(settings, ratio=ratio))
+            label = f"ratio {ratio:.3g}"
             variations.append(Variation(label, found.concurrent_requests, found.bound_by))
     for factor in LENGTH_FACTORS:
         found = work_out(replace(settings, lengths=settings.lengths.scaled(factor)))
@@ -94,9 +109,9 @@ def _by_kv(found: Capacity) -> int:
     return min((limit for bound, limit in found.limits.items() if bound != "state_slots"), default=0)
 
 
-def _rounded_within(lowest: float, highest: float) -> float:
-    """The middle, in as few digits as stay between the two."""
-    middle = (lowest + highest) / 2
+def _rounded_within(share: float, lowest: float, highest: float) -> float:
+    """The ratio of a share, in as few digits as stay between two ratios."""
+    middle = _ratio(share)
     for digits in range(2, 17):
         rounded = float(f"{middle:.{digits}g}")
         if lowest <= rounded <= highest:

@@ -55,6 +55,7 @@ _SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "expert_ranks_per_token",
             "expert_ranks_on_other_nodes",
             "l2_tokens",
+            "l2_bytes_per_node",
             "l3_tokens",
             "write_bytes_per_s",
             "drive_writes_per_day",
@@ -135,10 +136,8 @@ def _limits(plan: Plan) -> Table:
 def _variations(plan: Plan) -> Table:
     table = _table("with", "requests", "bound by")
     if plan.solved is not None:
-        span = f"{plan.solved.lowest:.3g} to {plan.solved.highest:.3g}"
-        table.add_row(
-            f"  best ratio {plan.solved.ratio:g} (as good: {span})", f"{plan.solved.requests * plan.settings.dp:,}", ""
-        )
+        best = f"  best ratio {plan.solved.ratio:g} (as good: {plan.solved.span})"
+        table.add_row(best, f"{plan.solved.requests * plan.settings.dp:,}", "")
     for variation in plan.sensitivity:
         table.add_row(f"  {variation.change}", f"{variation.requests * plan.settings.dp:,}", variation.bound_by)
     return table
@@ -180,6 +179,13 @@ def _tiers(plan: Plan) -> Iterator[Table | None]:
                 f"{point.storage_ratio:.2f}",
                 f"{point.written_tokens_per_s:,.0f}",
             )
+        yield table
+    if tiers.snapshots:
+        table = _table("snapshots of the state at", "hits", "of attention", "snapshots", "bytes on all ranks")
+        for snapshots in tiers.snapshots:
+            taken, size = snapshots.point, f"{snapshots.state_bytes / GIB:,.1f} GiB"
+            hits = (f"{taken.hit_ratio:.1%}", f"{taken.attention_ratio:.1%}")
+            table.add_row(f"  {taken.policy}", *hits, f"{taken.snapshots:,}", size)
         yield table
     if tiers.breakeven:
         table = _table("loading beats computing from", "tokens")

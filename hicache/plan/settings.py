@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
@@ -17,8 +16,10 @@ Engine: TypeAlias = Literal["sglang", "vllm"]
 Strategy: TypeAlias = Literal["no_buffer", "extra_buffer", "extra_buffer_lazy"]
 FractionOf: TypeAlias = Literal["total", "free"]
 
-MEMORY_FRACTION = {"sglang": 0.85, "vllm": 0.92}  # vLLM: its default; SGLang works its own out, of this size
+FRACTION_MAX = {"sglang": 0.85, "vllm": 0.92}  # by default; SGLang's may have to be lower: see sizes.memory_fraction
+RATIO_MAX = 2.0**64  # all for state
 RING_DEPTH_MAX = 1 << 16
+_OF_SGLANG = ("state_slots", "replay_ring", "skip_decode_lock")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -81,10 +82,10 @@ class Settings:
                 check_whole(name, getattr(self, name))
         for name in ("draft_tokens", "draft_layers", "reserved_bytes"):
             check_whole(name, getattr(self, name), at_least=0)
-        if not 0.0 < self.fraction <= 1.0:
-            raise ConfigError("memory_fraction", self.fraction, "a share above 0 and at most 1")
-        if not 0 < self.ratio < math.inf:
-            raise ConfigError("ratio", self.ratio, "state to KV, above 0")
+        if self.memory_fraction is not None and not 0.0 < self.memory_fraction <= 1.0:
+            raise ConfigError("memory_fraction", self.memory_fraction, "a share above 0 and at most 1")
+        if not 0 < self.ratio <= RATIO_MAX:
+            raise ConfigError("ratio", self.ratio, f"state to KV, above 0 and at most {RATIO_MAX:g}")
         if self.rest_bytes is not None:
             check_whole("rest_bytes", self.rest_bytes)
         if not 0.0 < self.window_ratio <= 1.0:
@@ -95,11 +96,16 @@ class Settings:
     def _check_parallel(self) -> None:
         if self.tp % self.dcp:
             raise ConfigError("dcp", self.dcp, f"a divisor of tp = {self.tp}, whose ranks it shares tokens between")
+        if self.dcp > 1 and self.model.window_attention:
+            raise ConfigError("dcp", self.dcp, "1 with sliding windows, whose tokens are not shared between ranks")
         if (self.tp * self.dp) % self.expert_ranks:
             raise ConfigError("ep", self.expert_ranks, f"a divisor of tp * dp = {self.tp * self.dp}")
         for attention in self.model.attention:
             if not attention.is_mla:
                 heads_on_rank(attention.kv_heads, self.tp // self.dcp, setting="KV heads")
+                copies = max(1, self.tp // attention.kv_heads)
+                if self.engine == "vllm" and self.dcp > copies:
+                    raise ConfigError("dcp", self.dcp, f"at most {copies} in vLLM, the ranks that have one KV head")
             if self.kv_dtype == "fp8_ds_mla" and not attention.is_mla:
                 raise ConfigError("kv_dtype", self.kv_dtype, "fp8_e4m3: the packed format is for MLA")
         for recurrence in self.model.recurrence:
@@ -115,17 +121,17 @@ class Settings:
             raise ConfigError(
                 "max_running_requests", None, "a number with draft_tokens: states of drafts are kept for each request"
             )
+        for name in _OF_SGLANG if self.engine == "vllm" else ():
+            if getattr(self, name):
+                raise ConfigError(name, getattr(self, name), "none with vLLM: the planner knows it of SGLang alone")
+        if self.ring_depth is not None and not self.replay_ring:
+            raise ConfigError("ring_depth", self.ring_depth, "replay_ring beside it: there is no other ring")
         if self.replay_ring and not self.draft_tokens:
             raise ConfigError("replay_ring", True, "draft_tokens of at least 2: the ring replays a verify window")
         if self.replay_ring and {group.kind for group in self.model.recurrence} - {"gdn", "kda"}:
             raise ConfigError("replay_ring", True, "a model with GDN or KDA layers")
         if self.ring_depth is not None and self.ring_depth > RING_DEPTH_MAX:
             raise ConfigError("ring_depth", self.ring_depth, f"at most {RING_DEPTH_MAX}")
-
-    @property
-    def fraction(self) -> float:
-        """The share of GPU memory that is planned with."""
-        return MEMORY_FRACTION.get(self.engine, 0.9) if self.memory_fraction is None else self.memory_fraction
 
     @property
     def gpus(self) -> int:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hicache.groups import dtype_bytes
 from hicache.plan import formulas
 from hicache.plan.dtypes import KV_DTYPES
 from hicache.plan.formula import Ledger
+from hicache.plan.machine import GIB, Machine
 from hicache.plan.model import Attention, Recurrence, heads_on_rank, pipeline_stages, stage_counts
-from hicache.plan.settings import Settings
+from hicache.plan.settings import FRACTION_MAX, Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,17 @@ class StateSizes:
         return self.ring_bytes if self.ring_is_per_slot else 0
 
 
+GRAPH_BATCHES = {  # below so many GiB: with few GPUs of a stage, and with many
+    20: (8, 8),
+    35: (48, 160),
+    60: (32, 160),
+    160: (256, 512),
+    math.inf: (512, 512),
+}
+GRAPH_GPUS_MANY = 4
+GPU_LARGE_GIB, HEADROOM_MIN_GIB = 60, 10
+GRAPH_BATCH_MAX = 512
+GRAPH_BATCH_PADDED = 300  # above it, DP attention pads more
 NO_STATE = StateSizes(0, 0.0, 0, 0, False)
 
 
@@ -50,11 +63,47 @@ def rest_bytes(settings: Settings, ledger: Ledger) -> int:
     rest: int = ledger.work_out(
         formula,
         gpu_bytes=settings.machine.gpu_bytes,
-        memory_fraction=settings.fraction,
+        memory_fraction=memory_fraction(settings, ledger),
         weights_bytes=weights_bytes,
         reserved_bytes=settings.reserved_bytes,
     )
     return rest
+
+
+def memory_fraction(settings: Settings, ledger: Ledger) -> float:
+    """The share of GPU memory for weights and pools: as set, or one at which the engine's own headroom stays free."""
+    if settings.memory_fraction is not None or settings.engine == "vllm":
+        return settings.memory_fraction or FRACTION_MAX[settings.engine]
+    gpus = settings.tp * settings.dp
+    graph_batch = ledger.work_out(
+        formulas.GRAPH_BATCH,
+        graph_batch_max=graph_batch_max(settings.machine, gpus),
+        running_max=settings.max_running_requests or GRAPH_BATCH_MAX,
+    )
+    padding_mib = 0.0 if settings.dp == 1 else 3.0 if graph_batch <= GRAPH_BATCH_PADDED else 4.5
+    headroom = ledger.work_out(
+        formulas.HEADROOM,
+        chunk_tokens=settings.chunk_tokens,
+        gpus=settings.gpus,
+        graph_batch=graph_batch,
+        padding_mib=padding_mib,
+        attention_groups=settings.dp,
+    )
+    fraction: float = ledger.work_out(
+        formulas.FRACTION,
+        fraction_max=FRACTION_MAX["sglang"],
+        headroom_bytes=headroom,
+        headroom_bytes_min=HEADROOM_MIN_GIB * GIB if settings.machine.gpu_bytes > GPU_LARGE_GIB * GIB else 0,
+        gpu_bytes=settings.machine.gpu_bytes,
+    )
+    return fraction
+
+
+def graph_batch_max(machine: Machine, gpus: int) -> int:
+    """The largest batch that SGLang captures a CUDA graph of, where it is not told."""
+    gib = machine.gpu_bytes / GIB
+    few, many = next(batches for limit, batches in GRAPH_BATCHES.items() if gib < limit)
+    return few if gpus < GRAPH_GPUS_MANY else many
 
 
 def weights(settings: Settings, ledger: Ledger) -> int:
@@ -63,8 +112,9 @@ def weights(settings: Settings, ledger: Ledger) -> int:
     found: int = ledger.work_out(
         formulas.WEIGHTS,
         expert_bytes=model.weights.expert_bytes,
-        ep=settings.expert_ranks,
+        dp=settings.dp,
         sharded_bytes=model.weights.sharded_bytes,
+        copied_bytes=model.weights.copied_bytes,
         tp=settings.tp,
         stage_layers=max(len(stage) for stage in pipeline_stages(model.layer_count, settings.pp)),
         layers=model.layer_count,
@@ -81,7 +131,12 @@ def kv_sizes(settings: Settings, ledger: Ledger) -> KvSizes:
     draft = 0
     if settings.draft_layers and full.layers:
         draft = ledger.work_out(
-            formulas.KV_CELL_DRAFT, cell_bytes=full.bytes, draft_layers=settings.draft_layers, layers=full.layers
+            formulas.KV_CELL_DRAFT,
+            cell_bytes=full.bytes,
+            draft_layers=settings.draft_layers,
+            layers=full.layers,
+            copies=settings.dcp if full.index_bytes else 1,
+            index_bytes=full.index_bytes // full.layers * settings.dcp,
         )
     per_token: int = ledger.work_out(
         formulas.KV_PER_TOKEN,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hicache.plan.formula import Ledger
 from hicache.plan.machine import GIB
+from hicache.plan.sizes import memory_fraction
 
 if TYPE_CHECKING:
     from hicache.plan.plan import Plan
@@ -86,11 +87,22 @@ def _denominators(plan: Plan, ledger: Ledger) -> Iterator[str]:
     """A memory fraction means different things to different engines."""
     settings = plan.settings
     if settings.rest_bytes is None:
+        fraction = memory_fraction(settings, Ledger())
         other = "free" if settings.fraction_of == "total" else "total"
         yield (
-            f"the memory fraction {settings.fraction:g} is of {settings.fraction_of} memory, as"
+            f"the memory fraction {fraction:g} is of {settings.fraction_of} memory, as"
             f" {'SGLang and vLLM' if settings.fraction_of == 'total' else 'TensorRT-LLM'} take it; of {other} memory"
             " it would be another number"
+        )
+
+
+def _nothing_reserved(plan: Plan, ledger: Ledger) -> Iterator[str]:
+    """vLLM measures activations, graphs and buffers, and takes them out of its share before it makes blocks."""
+    settings = plan.settings
+    if settings.engine == "vllm" and settings.rest_bytes is None and not settings.reserved_bytes:
+        yield (
+            "vLLM takes activations and CUDA graphs out of its share of memory, and nothing is reserved for them here:"
+            " some GiB fewer are left; say --reserved-gib, or --rest-gib as its log has it"
         )
 
 
@@ -133,5 +145,6 @@ CHECKS: tuple[Callable[[Plan, Ledger], Iterator[str]], ...] = (
     _packed_rows,
     _sheet_memory,
     _denominators,
+    _nothing_reserved,
     _log_lines,
 )

@@ -7,13 +7,15 @@ from dataclasses import dataclass
 from hicache.plan import formulas
 from hicache.plan.formula import Ledger
 from hicache.plan.lengths import requests_that_fit
+from hicache.plan.machine import GIB, Machine
 from hicache.plan.model import pipeline_stages, stage_counts
 from hicache.plan.settings import Settings
 from hicache.plan.sizes import NO_STATE, KvSizes, StateSizes
 
 BLOCK_TOKENS = 16
 MLA_ALIGNMENT_TOKENS = 128
-SEQUENCES_MAX = 1024  # its default of --max-num-seqs on large GPUs
+SEQUENCES_MAX, SEQUENCES_MAX_SMALL = 1024, 256  # its defaults of --max-num-seqs: _get_batch_defaults
+LARGE_GPU_BYTES = 70 * GIB
 GROUP_SIZE_SPREAD = 1.5  # up to which layers are padded to the larger kind's count, not split by the smaller's
 
 
@@ -38,6 +40,12 @@ class Groups:
     attention: int
     windows: int
     states: int
+
+
+def sequences_max(machine: Machine) -> int:
+    """The requests that vLLM runs beside each other when it is not told how many."""
+    is_large = machine.gpu_bytes >= LARGE_GPU_BYTES and "a100" not in machine.name.lower()
+    return SEQUENCES_MAX if is_large else SEQUENCES_MAX_SMALL
 
 
 def layer_groups(attention: int, windows: int, states: int) -> Groups:

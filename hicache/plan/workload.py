@@ -5,13 +5,14 @@ from __future__ import annotations
 import csv
 import json
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 import zstandard
@@ -102,13 +103,29 @@ def _azure(path: str | Path) -> Iterator[ServedRequest]:
         yield ServedRequest(at, int(row["ContextTokens"]), output, output / DECODE_TOKENS_PER_S, None)
 
 
+class _SessionRequest(msgspec.Struct):
+    """A line's request, or a sub-agent with requests of its own."""
+
+    t: float
+    input_tokens: int = msgspec.field(name="in", default=0)
+    out: int = 0
+    hash_ids: list[int] = []
+    api_time: float | None = None
+    requests: list[_SessionRequest] | None = None
+
+
+class _Session(msgspec.Struct):
+    requests: list[_SessionRequest]
+
+
 def _sessions(path: str | Path, *, block_tokens: int) -> Workload:
     """Sessions one after the other, as one user would have them: figures are per session that is open."""
     found: list[ServedRequest] = []
     start_s, first_block = 0.0, 0
+    decoder = msgspec.json.Decoder(_Session)
     for line in text_lines(path):
         end_s = start_s
-        for offset_s, requests in _conversations(json.loads(line)["requests"]):
+        for offset_s, requests in _conversations(decoder.decode(line).requests):
             served = [_served(request, start_s + offset_s, first_block) for request in requests]
             found += served
             end_s = max([end_s, *(request.at_s + request.service_s for request in served)])
@@ -120,16 +137,15 @@ def _sessions(path: str | Path, *, block_tokens: int) -> Workload:
     return Workload(tuple(found), block_tokens, first_block, one_session_at_a_time=True)
 
 
-def _conversations(requests: list[dict[str, Any]]) -> Iterator[tuple[float, list[dict[str, Any]]]]:
+def _conversations(requests: list[_SessionRequest]) -> Iterator[tuple[float, list[_SessionRequest]]]:
     """A session's own requests, and those of each of its sub-agents, whose block ids are their own."""
-    yield 0.0, [request for request in requests if "requests" not in request]
+    yield 0.0, [request for request in requests if request.requests is None]
     for agent in requests:
-        if "requests" in agent:
-            yield float(agent["t"]), agent["requests"]
+        if agent.requests is not None:
+            yield agent.t, agent.requests
 
 
-def _served(request: Mapping[str, Any], start_s: float, first_block: int) -> ServedRequest:
-    output = int(request["out"])
-    service_s = float(request.get("api_time") or output / DECODE_TOKENS_PER_S)
-    blocks = np.array(request["hash_ids"], dtype=np.int64) + first_block
-    return ServedRequest(start_s + float(request["t"]), int(request["in"]), output, service_s, blocks)
+def _served(request: _SessionRequest, start_s: float, first_block: int) -> ServedRequest:
+    service_s = request.api_time or request.out / DECODE_TOKENS_PER_S
+    blocks = np.array(request.hash_ids, dtype=np.int64) + first_block
+    return ServedRequest(start_s + request.t, request.input_tokens, request.out, service_s, blocks)

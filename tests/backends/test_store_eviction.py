@@ -6,6 +6,7 @@ import pytest
 
 from hicache.backends.base import PutItem
 from hicache.backends.faulty import Fault, FaultKind
+from hicache.backends.puts import EVICTIONS_IN_VAIN
 from hicache.outcome import Outcome
 from tests.backends.payloads import TENANT, key
 from tests.backends.store_rig import CAPACITY_BYTES, KIB, MIB, Rig, fill, owned
@@ -124,6 +125,23 @@ def test_a_full_medium_is_answered_by_eviction_and_one_more_try(rig: Rig) -> Non
     rig.faulty.arm("put", Fault(FaultKind.ENOSPC))
     assert rig.put(51) == [Outcome.NO_SPACE]
     assert rig.get(51) is Outcome.ABSENT
+
+
+def test_a_medium_that_others_have_filled_does_not_cost_the_objects_that_are_there(rig: Rig) -> None:
+    fill(rig, 40)
+    rig.faulty.arm("put", Fault(FaultKind.ENOSPC))
+    for number in range(100, 200):
+        assert rig.put(number) == [Outcome.NO_SPACE]
+    assert rig.store.stats().evictions == EVICTIONS_IN_VAIN.consecutive_failures_max
+    for number in range(200, 205):
+        rig.clock.now_s += EVICTIONS_IN_VAIN.open_s_max
+        assert rig.put(number) == [Outcome.NO_SPACE]
+    evicted = rig.store.stats().evictions
+    assert EVICTIONS_IN_VAIN.consecutive_failures_max < evicted, "it is never tried again"
+    rig.clock.now_s += EVICTIONS_IN_VAIN.open_s_max
+    rig.faulty.arm("put", Fault(FaultKind.ENOSPC, times=1))
+    assert rig.put(50) == [Outcome.OK], "it does not evict when that is of use again"
+    assert rig.store.stats().evictions == evicted + 1
 
 
 def test_br_082_endless_unique_objects_stay_below_the_cap(rig: Rig) -> None:

@@ -3,5 +3,6 @@
 from __future__ import annotations
 
 from tests.client.conftest import daemon, folder
+from tests.daemon.conftest import start_thread
 
-__all__ = ["daemon", "folder"]
+__all__ = ["daemon", "folder", "start_thread"]

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hicache.breaker import BreakerState, BreakerStatus
 from hicache.client.status import L3Status, OperationCounts
 from hicache.client.supervisor import ClientState
-from hicache.connectors.counters import METRICS, Increments, Samples, add, samples_of
+from hicache.connectors.counters import METRICS, Increments, Samples, add, l3_samples_of, samples_of
 from hicache.connectors.vllm_scheduler import Counts
 from hicache.outcome import Outcome
 from hicache.stats import DirectoryStats
@@ -49,9 +49,13 @@ def status(*, state: ClientState = ClientState.READY) -> L3Status:
     )
 
 
+def all_samples(counted: DirectoryStats, *, state: ClientState = ClientState.READY) -> Samples:
+    return samples_of(counted) | l3_samples_of(status(state=state), rank=3)
+
+
 def test_every_sample_is_of_a_registered_metric_with_all_its_labels() -> None:
     registered = {metric.name: metric.labels for metric in METRICS}
-    samples = samples_of(stats(), status())
+    samples = all_samples(stats())
     assert {name: len(labels) for name, *labels in samples} == {name: len(registered[name]) for name, *_ in samples}
     assert {name for name, *_ in samples} | set(Counts.__slots__) == set(registered)  # those that the connector adds
 
@@ -64,25 +68,24 @@ def test_every_metric_is_documented_with_its_labels() -> None:
 
 
 def test_counts_stand_under_their_labels() -> None:
-    samples = samples_of(stats(), status())
+    samples = all_samples(stats())
     assert samples["tokens", "l3"] == 128
     assert samples["objects", "fetch", "corrupt"] == 1
     assert samples["bytes", "fetch"] == 100
     assert samples["l3_objects", "get", "absent"] == 1
     assert samples["l3_bytes", "get"] == 300
-    assert samples[("l3_ready",)] == 1
-    assert samples_of(stats(), status(state=ClientState.CONNECTING))[("l3_ready",)] == 0
-    assert not any(name.startswith("l3_") for name, *_ in samples_of(stats()))
+    assert samples["l3_ready", "3"] == 1
+    assert all_samples(stats(), state=ClientState.CONNECTING)["l3_ready", "3"] == 0
 
 
 def test_increments_are_sent_once_and_gauges_only_when_they_differ() -> None:
     increments = Increments()
     counted = stats()
-    assert increments.take(samples_of(counted, status()))["tokens", "l3"] == 128
-    assert increments.take(samples_of(counted, status())) == {}
+    assert increments.take(all_samples(counted))["tokens", "l3"] == 128
+    assert increments.take(all_samples(counted)) == {}
     counted.tokens_by_source["l3"] += 1
-    changed = increments.take(samples_of(counted, status(state=ClientState.CONNECTING)))
-    assert changed == {("tokens", "l3"): 1, ("l3_ready",): 0}
+    changed = increments.take(all_samples(counted, state=ClientState.CONNECTING))
+    assert changed == {("tokens", "l3"): 1, ("l3_ready", "3"): 0}
 
 
 @given(st.lists(st.dictionaries(st.sampled_from(["l2", "l3", "computed"]), st.integers(0, 9)), max_size=12))

@@ -159,7 +159,7 @@ def test_one_batch_asks_for_a_key_once_however_many_want_it(rig: Rig) -> None:
     assert rig.l3.calls["lookup"] == 1
 
 
-def test_a_request_that_is_not_answered_in_time_has_nothing_even_when_the_answer_comes(rig: Rig) -> None:
+def test_br_036_a_request_that_is_not_answered_in_time_has_nothing_even_when_the_answer_comes(rig: Rig) -> None:
     rig.put([b"a"], [0])
     rig.l3.arrived.acquire()
     rig.l3.arrived.acquire()
@@ -177,7 +177,7 @@ def test_a_request_that_is_not_answered_in_time_has_nothing_even_when_the_answer
     assert rig.store.counts.lookups == Counter(late=1, hit=1)
 
 
-def test_a_row_that_fails_to_load_is_not_there_for_that_request_any_more(rig: Rig) -> None:
+def test_br_049_a_row_that_fails_to_load_is_not_there_for_that_request_any_more(rig: Rig) -> None:
     rig.put([b"a", b"b"], [0, 1])
     assert rig.find(b"a")
     assert rig.find(b"b")

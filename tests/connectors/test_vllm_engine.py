@@ -10,8 +10,11 @@ import pytest
 
 from hicache.backends.marker import MARKER_NAME
 from hicache.copies import PoolCopies
+from hicache.errors import ConfigError
 from hicache.slot_cache import SlotCache
 from tests.connectors.vllm_engine import MODELS, PAGE, VllmEngine
+from tests.daemon.conftest import ThreadedDaemon
+from tests.daemon.rig import TOKEN, tenants_file
 
 Open = Callable[..., VllmEngine]
 
@@ -73,7 +76,9 @@ def check_nothing_is_held(cache: SlotCache, engine: VllmEngine) -> None:
 
 @pytest.mark.parametrize("tp_size", [1, 2])
 @pytest.mark.parametrize("model", MODELS)
-def test_every_block_holds_what_its_tokens_make_of_it_in_random_lives(opened: Open, model: str, tp_size: int) -> None:
+def test_br_002_br_003_every_block_holds_what_its_tokens_make_of_it_in_random_lives(
+    opened: Open, model: str, tp_size: int
+) -> None:
     engine = opened(model, tp_size=tp_size, seed=tp_size)
     live(engine, 150)
     assert engine.tokens_loaded > 0
@@ -96,7 +101,7 @@ def test_what_one_engine_has_saved_another_loads(opened: Open, model: str, tmp_p
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_bytes_that_changed_in_l3_are_computed_instead(opened: Open, model: str, tmp_path: Path) -> None:
+def test_br_076_bytes_that_changed_in_l3_are_computed_instead(opened: Open, model: str, tmp_path: Path) -> None:
     l3 = f"file://{tmp_path}/l3?shared=1"
     first = opened(model, l3=l3, prefetch_mode="wait_complete")
     first.submit("a", range(50), generated=10)
@@ -118,7 +123,7 @@ def test_bytes_that_changed_in_l3_are_computed_instead(opened: Open, model: str,
 
 @pytest.mark.parametrize("leg", ["load", "backup"])
 @pytest.mark.parametrize("model", MODELS)
-def test_copies_that_fail_cost_their_requests_the_cache_and_no_more(
+def test_br_139_br_143_copies_that_fail_cost_their_requests_the_cache_and_no_more(
     opened: Open, model: str, leg: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = getattr(PoolCopies, leg)
@@ -155,11 +160,32 @@ def test_a_lost_rank_costs_the_engine_the_cache_and_no_more(opened: Open) -> Non
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_after_a_weight_update_nothing_of_before_is_loaded(opened: Open, model: str) -> None:
+def test_br_062_after_a_weight_update_nothing_of_before_is_loaded(opened: Open, model: str) -> None:
     engine = opened(model)
     for _ in range(5):
         live_on(engine, 12)
         engine.update_weights()
     live(engine, 20)
     assert engine.tokens_loaded > 0
+    check_nothing_is_held(engine.cache, engine)
+
+
+def test_br_128_a_token_that_hicached_does_not_know_stops_start_up(
+    opened: Open, start_thread: Callable[..., ThreadedDaemon], folder: Path
+) -> None:
+    l3 = start_thread(tenants_file=tenants_file(folder)).target.replace("unix:", "unix://")
+    with pytest.raises(ConfigError, match="token") as refused:
+        opened("dense", l3=l3, token="mallory-0123456789")
+    assert "mallory" not in str(refused.value)
+    engine = opened("dense", l3=l3, token=TOKEN)
+    engine.submit("a", range(50))
+    engine.run_to_end()
+    assert engine.cache.flush(timeout_s=20)
+    assert engine.workers[0].samples()["l3_objects", "put", "ok"] == 50 // PAGE
+
+
+def test_a_hicached_that_is_away_does_not_stop_start_up_and_is_said_not_to_be_ready(opened: Open, folder: Path) -> None:
+    engine = opened("dense", l3=f"unix://{folder}/nobody.sock")
+    live(engine, 10)
+    assert engine.workers[0].samples()["l3_ready", "0"] == 0
     check_nothing_is_held(engine.cache, engine)

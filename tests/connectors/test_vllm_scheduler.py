@@ -266,7 +266,32 @@ def test_salts_keep_requests_apart(salt: bytes | None) -> None:
     assert world.side.matched(world.request("b", range(30)), 0) == (24 if salt else 0)
 
 
-def test_a_request_without_identity_neither_loads_nor_saves() -> None:
+class Names:
+    """What is told of pages, for events."""
+
+    def __init__(self) -> None:
+        self.named: list[tuple[str, int, int]] = []  # of which request, from which page on, up to which
+
+    def name_pages(self, request: Any, keys: Sequence[Any], page_hashes: Sequence[bytes], first: int) -> None:
+        assert [each for _, each in keys] == list(page_hashes)
+        self.named.append((request.request_id, first, len(keys)))
+
+    def forget(self) -> None:
+        self.named.append(("all", 0, 0))
+
+
+def test_pages_are_named_for_events_when_a_request_comes_and_as_it_grows() -> None:
+    names = Names()
+    world = World(events=names)
+    request = world.request("a", range(20))
+    world.compute(request, 20)
+    request.tokens += range(20, 34)
+    world.compute(request, 14)
+    world.side.reset()
+    assert names.named == [("a", 0, 2), ("a", 2, 4), ("all", 0, 0)]
+
+
+def test_br_114_a_request_without_identity_neither_loads_nor_saves_and_is_no_miss() -> None:
     world = World(identity_of=lambda request: None)
     request = world.request("a", range(30))
     assert world.side.matched(request, 0) == 0
@@ -344,8 +369,9 @@ def test_everything_that_is_counted_has_a_metric() -> None:
     assert {sample[0] for sample in world.side.samples()} <= {metric.name for metric in METRICS}
 
 
-def test_a_call_that_the_cache_refuses_costs_the_request_the_cache_and_no_more(
-    caplog: pytest.LogCaptureFixture,
+@pytest.mark.parametrize("error", [UsageError, IndexError, AssertionError])
+def test_a_call_that_fails_costs_the_request_the_cache_and_no_more(
+    caplog: pytest.LogCaptureFixture, error: type[Exception]
 ) -> None:
     world = World()
     computed(world, range(30))
@@ -354,7 +380,7 @@ def test_a_call_that_the_cache_refuses_costs_the_request_the_cache_and_no_more(
     world.side.allocated(request, ([5, 6, 7],), 24)
 
     def refuse(*arguments: Any, **options: Any) -> Any:
-        raise UsageError("a slot is missing")
+        raise error("a slot is missing")
 
     world.cache.load = refuse  # type: ignore[method-assign]
     plan = world.plan()
@@ -365,6 +391,28 @@ def test_a_call_that_the_cache_refuses_costs_the_request_the_cache_and_no_more(
     world.side.finished(request)
     assert world.side.counts.calls_refused == 1
     assert all(record.released for record in world.cache.records)
+
+
+def test_blocks_that_vllm_does_not_name_cost_the_request_its_load() -> None:
+    world = World(HYBRID)
+    request = world.request("a", range(17))
+    world.compute(request, 16, states=[(0, 11, 16)])
+    world.side.finished(request)
+    request = world.request("b", range(17))
+    assert world.side.matched(request, 0) == 16
+    world.side.allocated(request, ([], [5, 6]), 16)  # a state without its block
+    plan = world.plan()
+    assert (plan.received, plan.failed) == ({"b"}, {"b"})
+    assert world.side.matched(request, 0) == 0
+    world.side.finished(request)
+    assert all(record.released for record in world.cache.records)
+
+
+def test_a_reset_waits_for_copies_whose_memory_may_be_taken_away_next() -> None:
+    world = World()
+    computed(world, range(30))
+    world.side.reset()
+    assert len(world.logged("settle")) == 1
 
 
 def test_close_ends_the_cache() -> None:

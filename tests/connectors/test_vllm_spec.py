@@ -76,7 +76,7 @@ def test_attention_moves_to_the_byte_in_every_layout(layout: str, dtype: torch.d
     assert group.heads == (2 if layout in ("LHBNC", "BHLNC") else 1)
 
 
-def test_layouts_are_other_namespaces() -> None:
+def test_br_015_layouts_are_other_namespaces() -> None:
     config = KvCacheConfig(BLOCKS, [GroupSpec(NAMES, FullAttentionSpec(16))])
     found = {
         layout: spec_of(
@@ -191,7 +191,7 @@ def test_layers_of_one_group_with_other_sizes_are_groups_of_their_own() -> None:
     assert [group.layers for group in engine.spec.groups] == [(0,), (1,)]
 
 
-def test_heads_are_shards_of_ranks_and_replicated_ones_are_stored_once() -> None:
+def test_br_028_heads_are_shards_of_ranks_and_replicated_ones_are_stored_once() -> None:
     tensors = attention_tensors(NAMES, (BLOCKS, 1, 16, 24), torch.float32)
     for known, shards, written in ((None, 4, [True] * 4), (2, 2, [True, False, True, False])):
         config = KvCacheConfig(BLOCKS, [GroupSpec(NAMES, FullAttentionSpec(16, num_kv_heads=1, max_tp_shards=known))])
@@ -240,7 +240,9 @@ def test_ranks_that_differ_are_refused() -> None:
         (FullAttentionSpec(16), (BLOCKS, 2, 15, 1), "multiple of 16"),
     ],
 )
-def test_what_cannot_be_stored_is_refused_with_the_way_out(spec: Any, shape: tuple[int, ...], complaint: str) -> None:
+def test_br_015_br_149_what_cannot_be_stored_is_refused_with_the_way_out(
+    spec: Any, shape: tuple[int, ...], complaint: str
+) -> None:
     tensors = {"a": torch.zeros(shape)}
     with pytest.raises(ConfigError, match=complaint):
         spec_of(KvCacheConfig(BLOCKS, [GroupSpec(["a"], spec)]), tensors, page_tokens=16)

@@ -156,6 +156,7 @@ class VllmEngine:
                 self._free(entry)
                 entry.request.num_computed_tokens = 0
         self.side.reset()
+        assert not self.cache.busy_slots()  # now the memory of blocks may go, as it does for a sleep
         self.weights += 1
 
     def _free(self, entry: Running) -> None:

@@ -226,6 +226,10 @@ class FakeCache:
         assert not request.released
         request.released = True
 
+    def settle(self, *, timeout_s: float) -> bool:
+        self.log.append(("settle", timeout_s))
+        return True
+
     def close(self) -> None:
         self.closed = True
 

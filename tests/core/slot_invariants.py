@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from hicache.jobs import CopyKind
 from hicache.node import Entry, Tier
+from hicache.page_changes import Place
 from hicache.slot_request import SlotRecord
 from tests.core.invariants import (
     l3_has_no_holes,
@@ -115,6 +116,17 @@ def accounts_are_conserved(world: SlotWorld) -> None:
     assert stats.tokens_lost == world.lost
 
 
+def what_is_told_of_pages_is_where_they_are(world: SlotWorld) -> None:
+    """Whoever follows the changes knows what L2 has, and of L3 at least what the directory remembers."""
+    for key, place, groups, is_there in world.slots.take_changes():
+        world.told[key, place] = groups if is_there else world.told.get((key, place), 0) & ~groups
+    nodes = world.slots.index.nodes
+    in_l2 = {key: groups for (key, place), groups in world.told.items() if place is Place.L2 and groups}
+    assert in_l2 == {key: node.masks[Tier.L2] for key, node in nodes.items() if node.masks[Tier.L2]}
+    for key, node in nodes.items():
+        assert not node.in_l3 & ~world.told.get((key, Place.L3), 0)
+
+
 def slots_and_pins_have_an_owner(world: SlotWorld) -> None:
     """Slots of L2 and pins are exactly those of entries and of requests that are alive: else they are lost for good."""
     pins: Counter[Entry] = Counter(entry for keep in world.keeps() for entry in keep.entries)
@@ -162,5 +174,6 @@ ALWAYS = (
     what_is_kept_cannot_be_evicted,
     what_l3_is_said_to_have_was_there,
     accounts_are_conserved,
+    what_is_told_of_pages_is_where_they_are,
 )
 AT_REST = (slots_and_pins_have_an_owner, nothing_is_busy, budgets_are_taken_by_what_waits, l3_has_no_holes)

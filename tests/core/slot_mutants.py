@@ -129,6 +129,18 @@ SLOT_MUTANTS = (
         "instead_of=record.anchor",
         "instead_of=None",
     ),
+    mutant(
+        "nobody is told of what leaves L2",
+        Index.retract,
+        "if self.changes is not None and entry.tier is Tier.L2:",
+        "if False:",
+    ),
+    mutant(
+        "nobody is told of what comes to L2",
+        Index.publish,
+        "if self.changes is not None and tier is Tier.L2:",
+        "if False:",
+    ),
     mutant("a page that goes leaves its node", Room._drop, "self._tree.prune(node)", "pass"),
     mutant(
         "a hold ends at the first page that is here",

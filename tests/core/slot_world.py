@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 
 from hicache.jobs import CopyJob, CopyKind
 from hicache.node import Keep
+from hicache.page_changes import Place
 from hicache.slot_directory import SlotDirectory, Step
 from hicache.slot_request import EngineSlot, SlotLoad, SlotRecord
 from hicache.spec import StateGroup
@@ -47,7 +48,7 @@ class SlotWorld(System):
 
     def begin(self) -> None:
         self.slots: SlotDirectory = SlotDirectory(
-            self.spec, self.config, write_policy=self.policy(), one_numbering=self.one_numbering
+            self.spec, self.config, write_policy=self.policy(), one_numbering=self.one_numbering, tells_changes=True
         )
         self.directory = self.slots  # type: ignore[assignment]
         self.lives.append(self.slots.stats)
@@ -66,6 +67,7 @@ class SlotWorld(System):
         self.free: list[list[int]] = (
             [list(range(count))] if self.one_numbering else [list(range(slots)) for slots in self.config.l1_slots]
         )
+        self.told: dict[tuple[bytes, Place], int] = {}  # groups as a mask, by the changes so far
         self.seen: dict[EngineSlot, int] = {}  # what was written to a slot, by the number of the write
 
     # -- the engine's slots ------------------------------------------------------------------------------------------

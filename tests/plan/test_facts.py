@@ -22,7 +22,7 @@ from hicache.plan.model import ModelShape, pipeline_stages, stage_counts
 from hicache.plan.plan import Plan, make_plan
 from hicache.plan.presets import model
 from hicache.plan.settings import Settings
-from hicache.plan.sizes import StateSizes, kv_sizes, state_sizes
+from hicache.plan.sizes import StateSizes, kv_sizes, memory_fraction, state_sizes
 from hicache.plan.state_pool import share_memory, slots_per_request
 from hicache.spec import CacheSpec, PagedGroup
 
@@ -252,9 +252,9 @@ def o_13() -> bool:
     base = Settings(model=model("llama-3-70b"), machine=machine("h200"), tp=2, memory_fraction=0.92, engine="vllm")
     total, free = work_out(base).rest_bytes, work_out(replace(base, fraction_of="free")).rest_bytes
     weights = figures(base)["weights_bytes_per_gpu"]
-    assert Settings(model=base.model, machine=base.machine, engine="vllm").fraction == 0.92
-    assert total == int(141e9 * 0.92 - weights)
-    assert free == int((141e9 - weights) * 0.92)
+    assert memory_fraction(Settings(model=base.model, machine=base.machine, engine="vllm"), Ledger()) == 0.92
+    assert total == int(149e9 * 0.92 - weights)
+    assert free == int((149e9 - weights) * 0.92)
     return free > total
 
 

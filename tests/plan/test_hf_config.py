@@ -159,7 +159,9 @@ def test_the_parameters_are_those_that_are_published(name: str) -> None:
 )
 def test_quantised_weights_take_what_their_checkpoints_take(name: str, gigabytes: float) -> None:
     weights = model(name).weights
-    assert (weights.expert_bytes + weights.sharded_bytes) / 1e9 == pytest.approx(gigabytes, rel=0.01)
+    assert (weights.expert_bytes + weights.sharded_bytes + weights.copied_bytes) / 1e9 == pytest.approx(
+        gigabytes, rel=0.01
+    )
 
 
 def test_a_local_config_is_read_as_a_built_in_one(tmp_path: Path) -> None:
@@ -170,13 +172,64 @@ def test_a_local_config_is_read_as_a_built_in_one(tmp_path: Path) -> None:
     assert (read_back.attention, read_back.recurrence) == (built_in.attention, built_in.recurrence)
 
 
-LISTED = json.dumps({**BASE, "num_hidden_layers": 2, "intermediate_size": [512, 256]})
-
-
-@pytest.mark.parametrize("content", ["", "[]", "{", LISTED])
+@pytest.mark.parametrize("content", ["", "[]", "{", "[" * 200_000, "\x00", "NaN"])
 def test_a_file_that_is_no_config_is_named(tmp_path: Path, content: str) -> None:
     (tmp_path / "config.json").write_text(content)
     with pytest.raises(ConfigError, match=r"config\.json"):
         model(str(tmp_path / "config.json"))
     with pytest.raises(ConfigError, match="kimi-k3"):
         model("kimi-k4")
+
+
+LINEAR_CONFIG = {"num_heads": 4, "head_dim": 8, "short_conv_kernel_size": 4}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("hostile", "named"),
+    [
+        ({"hidden_size": 10**400}, "hidden_size"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers"),
+        ({"intermediate_size": [512, 256]}, "intermediate_size"),
+        ({"intermediate_size": -1}, "intermediate_size"),
+        ({"vocab_size": -100}, "vocab_size"),
+        ({"max_position_embeddings": float("inf")}, "max_position_embeddings"),
+        ({"max_position_embeddings": -5}, "max_position_embeddings"),
+        ({"sliding_window": -1}, "sliding_window"),
+        ({"sliding_window": "many"}, "sliding_window"),
+        ({"layer_types": ["sliding_attention", "full_attention"]}, "sliding_window"),
+        ({"layer_types": "full_attention"}, "layer_types"),
+        ({"layer_types": [["a"], {}]}, "layer_types"),
+        ({"hybrid_override_pattern": 5}, "hybrid_override_pattern"),
+        ({"quantization_config": "fp8"}, "quantization_config"),
+        ({"num_key_value_heads": 0}, "num_key_value_heads"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads"),
+        ({"head_dim": -8}, "head_dim"),
+        ({"num_attention_heads": 7}, "num_attention_heads"),
+        ({"num_experts": -4, "num_experts_per_tok": 2}, "num_experts"),
+        ({"num_experts": 8.7, "num_experts_per_tok": 2}, "num_experts"),
+        ({"num_experts": 4, "num_experts_per_tok": 20}, "num_experts_per_tok"),
+        ({**EXPERTS, "shared_expert_intermediate_size": 64, "moe_intermediate_size": 0}, "moe_intermediate_size"),
+        ({**EXPERTS, "first_k_dense_replace": 100}, "first_k_dense_replace"),
+        ({"linear_attn_config": "x"}, "linear_attn_config"),
+        ({"linear_attn_config": {**LINEAR_CONFIG, "kda_layers": [1, "x"]}}, "kda_layers"),
+        ({"linear_attn_config": {**LINEAR_CONFIG, "kda_layers": [100]}}, "kda_layers"),
+        ({"attn_layer_period": -2, "attn_layer_offset": 0, "mamba_d_state": 4}, "attn_layer_period"),
+        ({"attn_layer_indices": [7], "mamba_d_state": 4}, "attn_layer_indices"),
+        ({**GDN, "full_attention_interval": -4}, "full_attention_interval"),
+        ({"kv_lora_rank": "big", "qk_rope_head_dim": 64}, "kv_lora_rank"),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64, "q_lora_rank": "x"}, "q_lora_rank"),
+        ({"kv_lora_rank": 512, "qk_rope_head_dim": 64, "index_head_dim": -128}, "index_head_dim"),
+    ],
+)
+def test_a_hostile_field_is_named(tmp_path: Path, hostile: dict[str, Any], named: str) -> None:
+    sane = {"model_type": "llama", "num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({**sane, "intermediate_size": 128, **hostile}))
+    with pytest.raises(ConfigError, match=rf"^config\.{named} = .{{1,100}}: expected"):
+        model(str(tmp_path / "config.json"))
+
+
+def test_experts_in_some_layers_are_counted_by_their_marks() -> None:
+    marked = read(**EXPERTS, moe_intermediate_size=64, num_hidden_layers=4, moe_layer_freq=[0, 1, 1, 1])
+    every = read(**EXPERTS, moe_intermediate_size=64, num_hidden_layers=4, first_k_dense_replace=1)
+    assert marked.weights == every.weights

@@ -13,7 +13,7 @@ from tests.daemon.rig import DaemonProcess
 from tests.engines.vllm.rig import EngineProcess
 from tests.engines.vllm.server import Server
 
-TEST_S = 400  # starts of engines take seconds each, and minutes where the machine is busy
+TEST_S = 1200  # starts of engines take seconds each, and minutes where the machine is busy
 StartEngine = Callable[..., EngineProcess]
 StartServer = Callable[..., Server]
 

@@ -33,7 +33,7 @@ class Engine:
         ``settings`` are those of ``LLM``; a "path" among them takes the place of the model's own folder.
         """
         from vllm import LLM
-        from vllm.config import KVTransferConfig
+        from vllm.config import KVEventsConfig, KVTransferConfig
 
         assert self.llm is None, "stop the engine before"
         facts = MODELS[model]
@@ -58,6 +58,8 @@ class Engine:
             arguments["block_size"] = facts.block_size
         if connector is not None:
             arguments["kv_transfer_config"] = KVTransferConfig(**connector)
+        if events := settings.pop("kv_events_config", None):
+            arguments["kv_events_config"] = KVEventsConfig(**events)
         self.llm = LLM(**(arguments | settings))
         return {}
 

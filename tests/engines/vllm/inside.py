@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import random
 import threading
@@ -10,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.engines.vllm.driver import Answer, Engine, greedy, prompt_of
+from tests.engines.vllm.rig import ANSWER_TOKENS
 
 NOT_HELD = "not held"
 
@@ -114,6 +116,53 @@ def storm(
         finished += [(which[output.request_id], list(output.outputs[0].token_ids)) for output in ended]
         step += 1
     return {"finished": finished, "preemptions": _metric(engine, "vllm:num_preemptions")}
+
+
+def make_adapter(engine: Engine, *, folder: str, seed: int) -> None:
+    """A LoRA adapter for the tiny llama, with weights of its own for each seed."""
+    import torch
+    from safetensors.torch import save_file
+
+    torch.manual_seed(seed)
+    config = engine.llm.llm_engine.model_config.hf_config
+    width, rank = config.hidden_size, 8
+    weights = {}
+    for layer in range(config.num_hidden_layers):
+        name = f"base_model.model.model.layers.{layer}.self_attn.q_proj"
+        weights[f"{name}.lora_A.weight"] = torch.randn(rank, width)
+        weights[f"{name}.lora_B.weight"] = torch.randn(config.num_attention_heads * config.head_dim, rank)
+    Path(folder).mkdir(exist_ok=True)
+    save_file(weights, f"{folder}/adapter_model.safetensors")
+    settings = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": ["q_proj"], "bias": "none"}
+    Path(folder, "adapter_config.json").write_text(json.dumps(settings))
+
+
+def ask_adapter(engine: Engine, *, prompt: list[int], folder: str, number: int) -> tuple[list[int], int]:
+    """What the model with an adapter answers, and how many tokens came through the connector."""
+    from vllm.lora.request import LoRARequest
+
+    before = engine.external_tokens()
+    [output] = engine.llm.generate(
+        [prompt_of({"prompt": prompt})],
+        greedy(ANSWER_TOKENS),
+        use_tqdm=False,
+        lora_request=LoRARequest(f"adapter-{number}", number, folder),
+    )
+    return list(output.outputs[0].token_ids), engine.external_tokens() - before
+
+
+def samples(engine: Engine, *, prompt: list[int], count: int) -> list[list[int]]:
+    """What several samples of one prompt are, each of the likeliest tokens: vLLM makes a request of each."""
+    parameters = greedy(ANSWER_TOKENS)
+    parameters.n, parameters.temperature, parameters.top_k = count, 1.0, 1
+    [output] = engine.llm.generate([prompt_of({"prompt": prompt})], parameters, use_tqdm=False)
+    return [list(each.token_ids) for each in output.outputs]
+
+
+def metrics(engine: Engine, *, prefix: str) -> list[tuple[str, Answer, float]]:
+    """Name, labels and value of vLLM's own metrics that have one."""
+    found = [each for each in engine.llm.get_metrics() if each.name.startswith(prefix) and hasattr(each, "value")]
+    return [(each.name, dict(each.labels), each.value) for each in found]
 
 
 def _metric(engine: Engine, name: str) -> int:

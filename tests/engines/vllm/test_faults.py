@@ -116,7 +116,9 @@ def test_a_store_and_an_l2_far_too_small_only_cost_hits(engine: StartEngine, sta
     process.end()
 
 
-def test_a_load_that_always_fails_ends_in_computing_and_is_not_tried_for_ever(engine: StartEngine, target: str) -> None:
+def test_br_049_a_load_that_always_fails_ends_in_computing_at_once_and_is_not_tried_for_ever(
+    engine: StartEngine, target: str
+) -> None:
     process = engine()
     for model in ("llama", "qwen3-next"):
         [each] = answered(process, model, count=1)

@@ -22,7 +22,7 @@ def asked(process: EngineProcess, connector: dict[str, Any] | None, **settings: 
     return answer
 
 
-def test_two_checkpoints_at_one_path_share_nothing(engine: StartEngine, models: Path, target: str) -> None:
+def test_br_062_two_checkpoints_at_one_path_share_nothing(engine: StartEngine, models: Path, target: str) -> None:
     process = engine()
     folders = [Path(process.make_model("llama", seed=seed)) for seed in (0, 1)]
     path = models / "swapped"

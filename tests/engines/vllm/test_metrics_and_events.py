@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,15 +15,15 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from hicache.client.watch import WatchEvent, WatchKind
 from hicache.connectors.counters import METRICS, samples_of
 from hicache.keys import object_key
+from hicache.page_changes import PageChange, Place
 from hicache.stats import DirectoryStats
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch warn of themselves while they are imported
-    from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVEventBatch
-    from vllm.v1.metrics.cache_hit_source import CacheHitSource
+    from vllm.distributed.kv_events import BlockStored, KVEventBatch
 
-    from hicache.connectors.vllm_events import L2, L3, L3Removals, StoreEvents
-    from hicache.connectors.vllm_metrics import PREFIX, HiCachePromMetrics, HiCacheStats, hit_sources
+    from hicache.connectors.vllm_events import EventGroup, L3Removals, StoreEvents
+    from hicache.connectors.vllm_metrics import PREFIX, HiCachePromMetrics, HiCacheStats
 
 
 def samples(**tokens: int) -> dict[tuple[str, ...], float]:
@@ -31,8 +31,10 @@ def samples(**tokens: int) -> dict[tuple[str, ...], float]:
 
 
 def test_stats_survive_the_way_between_processes_and_add_up() -> None:
-    sent = msgspec.msgpack.decode(msgspec.msgpack.encode(HiCacheStats.of({**samples(l3=3), ("l3_ready",): 1.0}).data))
-    received = HiCacheStats(data=sent).aggregate(HiCacheStats.of({**samples(l3=4, l2=1), ("l3_ready",): 0.0}))
+    sent = msgspec.msgpack.decode(
+        msgspec.msgpack.encode(HiCacheStats.of({**samples(l3=3), ("l3_ready", "0"): 1.0}).data)
+    )
+    received = HiCacheStats(data=sent).aggregate(HiCacheStats.of({**samples(l3=4, l2=1), ("l3_ready", "0"): 0.0}))
     assert received.reduce() == {"tokens.l3": 7, "tokens.l2": 1}
     assert not received.is_empty()
     received.reset()
@@ -53,27 +55,13 @@ def prometheus(registry: CollectorRegistry) -> HiCachePromMetrics:
 def test_prometheus_has_every_metric_and_shows_what_was_observed() -> None:
     registry = CollectorRegistry()
     metrics = prometheus(registry)
-    metrics.observe(HiCacheStats.of({**samples(l3=3), ("l3_ready",): 1.0}).data, 1)
-    metrics.observe(HiCacheStats.of({**samples(l3=4), ("l3_ready",): 0.0}).data, 1)
+    metrics.observe(HiCacheStats.of({**samples(l3=3), ("l3_ready", "0"): 1.0}).data, 1)
+    metrics.observe(HiCacheStats.of({**samples(l3=4), ("l3_ready", "0"): 0.0}).data, 1)
     labels = {"model_name": "m", "engine": "1"}
     assert registry.get_sample_value(f"{PREFIX}tokens_total", {**labels, "source": "l3"}) == 7
-    assert registry.get_sample_value(f"{PREFIX}l3_ready", labels) == 0
+    assert registry.get_sample_value(f"{PREFIX}l3_ready", {**labels, "rank": "0"}) == 0
     assert {family.name for family in registry.collect()} == {PREFIX + metric.name for metric in METRICS}
     metrics.observe(HiCacheStats.of(samples_of(DirectoryStats(object_bytes=(1,)))).data)
-
-
-@pytest.mark.parametrize(
-    ("by_source", "tokens", "expected"),
-    [
-        ({"l2": 64, "l3": 128}, 192, {CacheHitSource.HOST: 64, CacheHitSource.DISK: 128}),
-        ({"l2": 64, "l3": 128}, 128, {CacheHitSource.HOST: 64, CacheHitSource.DISK: 64}),
-        ({"l3": 64}, 128, {CacheHitSource.DISK: 64, CacheHitSource.EXTERNAL_UNSPECIFIED: 64}),
-        ({"l9": 64}, 64, {CacheHitSource.EXTERNAL_UNSPECIFIED: 64}),
-        ({"l2": 64}, 0, {}),
-    ],
-)
-def test_sources_of_hits_add_up(by_source: dict[str, int], tokens: int, expected: dict[CacheHitSource, int]) -> None:
-    assert hit_sources(by_source, tokens) == expected
 
 
 def request() -> Any:
@@ -96,63 +84,105 @@ def whole_hashes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "0")
 
 
+class Pages:
+    """A store in which a test moves pages, and its events."""
+
+    def __init__(self, *, locality: str | None = None, groups: Sequence[EventGroup] = (EventGroup(0, 1),)) -> None:
+        self._changes: list[PageChange] = []
+        self.events = StoreEvents(groups, page_tokens=16, take_changes=self._take, locality=locality)
+
+    def _take(self) -> list[PageChange]:
+        taken, self._changes = self._changes, []
+        return taken
+
+    def stored(self, pages: range, place: Place, groups: int = 1) -> None:
+        self.events.name_pages(request(), KEYS, HASHES, 0)
+        self._changes += [PageChange(KEYS[page], place, groups, is_there=True) for page in pages]
+
+    def left(self, pages: range, place: Place, groups: int = 1) -> None:
+        self._changes += [PageChange(KEYS[page], place, groups, is_there=False) for page in pages]
+
+    def told(self) -> list[tuple[str, bytes, str, int]]:
+        """Of each event, what it says of which block of which group where."""
+        events = self.events.take()
+        batch = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=events))
+        assert len(msgspec.msgpack.decode(batch, type=KVEventBatch).events) == len(events)
+        return [(type(each).__name__, each.block_hashes[0], each.medium, each.group_idx) for each in events]  # type: ignore[attr-defined]  # of the two kinds
+
+
 def test_hashes_are_shortened_where_vllm_shortens_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES", "1")
-    store = events()
-    store.stored(request(), HASHES, range(1, 2), medium=L2)
-    (stored,) = store.take()
+    store = Pages()
+    store.stored(range(1, 2), Place.L2)
+    (stored,) = store.events.take()
     assert isinstance(stored, BlockStored)
     assert stored.block_hashes == [int.from_bytes(HASHES[1][-8:], "big")]
 
 
-def events(**settings: Any) -> StoreEvents:
-    return StoreEvents(page_tokens=16, **settings)
-
-
 def test_a_stored_block_says_what_vllm_says_of_its_own() -> None:
-    store = events(locality="REMOTE")
-    store.stored(request(), HASHES, range(2), medium=L2, group=0)
-    store.stored(request(), HASHES, range(2, 4), medium=L3, group=0)
-    first, second = store.take()
+    store = Pages(locality="REMOTE", groups=[EventGroup(0, 1, "sliding_window", 64)])
+    store.stored(range(1), Place.L2)
+    store.stored(range(1, 2), Place.L3)
+    first, second = store.events.take()
     assert isinstance(first, BlockStored)
     assert isinstance(second, BlockStored)
     assert (first.medium, first.locality, first.parent_block_hash) == ("CPU", None, None)
-    assert first.block_hashes == HASHES[:2]
-    assert first.token_ids == list(range(32))
-    assert first.extra_keys == [("tenant",), None]
-    assert (second.medium, second.locality, second.parent_block_hash) == ("STORAGE", "REMOTE", HASHES[1])
-    assert second.token_ids == list(range(32, 64))
-    assert store.take() == []
-    batch = msgspec.msgpack.encode(KVEventBatch(ts=0.0, events=[first, second]))
-    assert len(msgspec.msgpack.decode(batch, type=KVEventBatch).events) == 2
+    assert (first.block_hashes, first.token_ids, first.extra_keys) == (HASHES[:1], list(range(16)), [("tenant",)])
+    assert (first.kv_cache_spec_kind, first.kv_cache_spec_sliding_window) == ("sliding_window", 64)
+    assert (second.medium, second.locality, second.parent_block_hash) == ("STORAGE", "REMOTE", HASHES[0])
+    assert (second.block_hashes, second.token_ids, second.extra_keys) == (HASHES[1:2], list(range(16, 32)), [None])
+    assert store.told() == []
 
 
-def test_a_page_is_removed_once_however_many_objects_it_has_and_only_if_it_is_known() -> None:
-    store = events()
-    store.stored(request(), HASHES, range(2), medium=L3, keys=KEYS[:2])
-    store.take()
-    store.removed_objects([object_key(KEYS[1], group=group, shard=0) for group in (0, 1)])
-    store.removed_objects([object_key(KEYS[1], group=0, shard=0), object_key(b"other" * 6, group=0, shard=0)])
-    store.removed([HASHES[0]], medium=L2, group=1)
-    first, second = store.take()
-    assert isinstance(first, BlockRemoved)
-    assert (first.block_hashes, first.medium) == ([HASHES[1]], "STORAGE")
-    assert isinstance(second, BlockRemoved)
-    assert (second.block_hashes, second.medium, second.group_idx) == ([HASHES[0]], "CPU", 1)
+def test_a_block_is_told_once_until_the_reverse_is() -> None:
+    store = Pages()
+    store.stored(range(1), Place.L2)
+    store.stored(range(1), Place.L2)
+    store.left(range(1), Place.L2)
+    store.left(range(1), Place.L2)
+    store.stored(range(1), Place.L2)
+    assert [kind for kind, *_ in store.told()] == ["BlockStored", "BlockRemoved", "BlockStored"]
 
 
-def test_events_that_nobody_takes_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_block_of_vllm_is_there_with_all_its_parts_and_gone_with_one() -> None:
+    store = Pages(groups=[EventGroup(0, 0b001), EventGroup(1, 0b110)])
+    store.stored(range(1), Place.L2, 0b011)
+    store.stored(range(1), Place.L2, 0b111)
+    store.left(range(1), Place.L2, 0b100)
+    assert store.told() == [
+        ("BlockStored", HASHES[0], "CPU", 0),
+        ("BlockStored", HASHES[0], "CPU", 1),
+        ("BlockRemoved", HASHES[0], "CPU", 1),
+    ]
+
+
+def test_objects_that_hicached_lets_go_are_told_once_and_only_those_that_are_known() -> None:
+    store = Pages(groups=[EventGroup(0, 1), EventGroup(1, 2)])
+    store.stored(range(2), Place.L3, 0b11)
+    store.events.removed_objects([object_key(KEYS[1], group=1, shard=shard) for shard in (0, 1)])
+    store.events.removed_objects([object_key(KEYS[1], group=1, shard=0), object_key(b"other" * 6, group=0, shard=0)])
+    assert store.told()[4:] == [("BlockRemoved", HASHES[1], "STORAGE", 1)]
+
+
+def test_after_a_reset_nothing_is_where_it_was() -> None:
+    store = Pages()
+    store.stored(range(1), Place.L2)
+    store.stored(range(1), Place.L3)
+    store.events.forget()
+    store.left(range(1), Place.L2)
+    assert [(kind, medium) for kind, _, medium, _ in store.told()[2:]] == [
+        ("BlockRemoved", "CPU"),
+        ("BlockRemoved", "STORAGE"),
+    ]
+
+
+def test_events_that_nobody_takes_and_pages_of_long_ago_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hicache.connectors.vllm_events.QUEUED_MAX", 3)
-    monkeypatch.setattr("hicache.connectors.vllm_events.KNOWN_MAX", 2)
-    store = events()
-    for page in range(5):
-        store.stored(request(), HASHES, range(page, page + 1), medium=L3, keys=KEYS[page : page + 1])
-    assert store.dropped == 2
-    assert len(store.take()) == 3
-    store.removed_objects([object_key(key, group=0, shard=0) for key in KEYS])
-    (removed,) = store.take()
-    assert isinstance(removed, BlockRemoved)
-    assert removed.block_hashes == HASHES[3:5]
+    monkeypatch.setattr("hicache.connectors.vllm_events.KNOWN_MAX", 4)
+    store = Pages()
+    store.stored(range(6), Place.L3)
+    assert [block for _, block, *_ in store.told()] == HASHES[3:]
+    assert store.events.dropped == 1  # of the four latest pages
 
 
 class ScriptedWatch:
@@ -173,9 +203,9 @@ class ScriptedWatch:
 
 
 def test_what_hicached_removes_is_told_also_what_it_lost_while_it_was_away() -> None:
-    store = events()
-    store.stored(request(), HASHES, range(4), medium=L3, keys=KEYS[:4])
-    store.take()
+    store = Pages()
+    store.stored(range(4), Place.L3)
+    store.events.take()
     objects = [object_key(key, group=0, shard=0) for key in KEYS]
     watch = ScriptedWatch(
         [
@@ -186,8 +216,7 @@ def test_what_hicached_removes_is_told_also_what_it_lost_while_it_was_away() -> 
             WatchEvent(WatchKind.REMOVED, (objects[1],), removal="evicted"),
         ]
     )
-    removals = L3Removals(watch, store)  # type: ignore[arg-type]  # of a Watch, what is used
+    removals = L3Removals(watch, store.events)  # type: ignore[arg-type]  # of a Watch, what is used
     assert watch.told.wait(20)
     removals.close()
-    told = [event.block_hashes for event in store.take() if isinstance(event, BlockRemoved)]
-    assert told == [[HASHES[2]], [HASHES[1]]]
+    assert [block for _, block, *_ in store.told()] == [HASHES[2], HASHES[1]]

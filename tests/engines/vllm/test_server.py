@@ -12,7 +12,7 @@ from tests.engines.vllm.lives import RESTORED_TOKENS, answered, wait_reconnected
 from tests.engines.vllm.rig import hicache
 
 
-def test_a_server_serves_tenants_survives_its_daemon_and_ends_cleanly(
+def test_br_017_a_server_serves_tenants_survives_its_daemon_and_ends_cleanly(
     engine: StartEngine, server: StartServer, start: Callable[..., DaemonProcess]
 ) -> None:
     process = engine()

@@ -93,7 +93,7 @@ def test_a_new_engine_finds_what_an_old_one_stored(start: StartDaemon, engine: S
     assert again[0].external == 5 * page
 
 
-def test_other_weights_or_another_rope_at_the_same_path_are_misses(
+def test_br_062_other_weights_or_another_rope_at_the_same_path_are_misses(
     start: StartDaemon, tmp_path: Path, own_process: Callable[[EngineProcess], EngineProcess]
 ) -> None:
     daemon = start()
