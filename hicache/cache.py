@@ -262,6 +262,7 @@ class HiCache:
         request ends, and when pages have been written down.
         """
         with self._changed:
+            self._replica.compute_here()
             record = self._record_of(request)
             if not self._pump.attempt(lambda patient: self._is_loaded(record, patient), timeout_s=timeout_s):
                 return None
@@ -322,6 +323,7 @@ class HiCache:
         """
         with self._changed:
             self._check_open()
+            self._replica.compute_here()
             stop = self._directory.next_state_stop(
                 self._record_of(request), computed=computed, until=until, ends_at=ends_at
             )
@@ -358,6 +360,7 @@ class HiCache:
         """
         with self._changed:
             self._check_open()
+            self._replica.compute_here()
             self._directory.store(
                 self._record_of(request),
                 computed=computed,

@@ -76,3 +76,7 @@ def main() -> None:
     except HiCacheError as error:
         click.echo(f"hicache: {error}", err=True)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -64,6 +64,11 @@ class Replica:
         self._links.start(on_complete=self._pump.complete, on_lost=self._pump.lose)
         return self._pump
 
+    def compute_here(self) -> None:
+        """The calling thread computes in its current stream on the rank that is here, if one is."""
+        if self.executor is not None:
+            self.executor.compute_here()
+
     def close(self) -> None:
         """Give up what is under way, hang up on the ranks, and free L2."""
         self.give_up()

@@ -65,7 +65,12 @@ class SlotCache:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """As ``HiCache``: ``l1`` is the adopted pool of rank 0, or None for all three: see ``lead``.
-        ``tells_changes``: see ``take_changes``."""
+        ``tells_changes``: see ``take_changes``.
+
+        A rank that is here takes no steps of a RankWorker. The engine computes in the thread and stream in which it
+        calls ``step``, ``load`` and ``save``: a step when none of the slots that it reuses are in ``busy_slots``, and
+        before it saves what that has computed.
+        """
         self.spec = spec
         self.l3 = l3
         self._salt = salt
@@ -195,6 +200,7 @@ class SlotCache:
         """
         with self._changed:
             self._begin()
+            self._replica.compute_here()
             load = self._directory.load(self._record_of(request), own_tokens=beyond, tokens=tokens, slots=slots)
             self._pump.pump()
             return load
@@ -215,6 +221,7 @@ class SlotCache:
         """
         with self._changed:
             self._begin()
+            self._replica.compute_here()
             save = self._directory.save(self._record_of(request), slots)
             self._pump.pump()
             return save
@@ -233,6 +240,7 @@ class SlotCache:
         """
         with self._changed:
             self._begin()
+            self._replica.compute_here()
             self._pump.pump()
             return self._directory.step(reuses)
 

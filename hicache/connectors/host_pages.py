@@ -10,6 +10,7 @@ from functools import cached_property, partial
 from hashlib import blake2b
 
 from hicache.client import ClientSettings, DaemonL3, WatchKind
+from hicache.connectors.host_pages_holds import OwnedPage
 from hicache.connectors.host_pages_shared import Pool, SharedMove, SharedPool, share
 from hicache.connectors.host_pages_staging import SLOT_BYTES_MIN, SLOT_COUNT, StagedMove, StagedObject, Staging
 from hicache.keys import FieldValue
@@ -31,10 +32,12 @@ class PageItem:
 
     An object is its extents one behind the other. With one extent, in a pool that hicached shares, it is moved without
     a copy in between; with several (a page in layer_first has one for each layer) it is gathered. ``key``: any bytes.
+    ``page``: what to hold while hicached may touch the bytes itself; None where nobody can: then it never does.
     """
 
     key: bytes
     extents: tuple[tuple[int, int], ...]
+    page: OwnedPage | None = None
 
     @property
     def size_bytes(self) -> int:
@@ -72,6 +75,11 @@ class _PoolLink:
         self.shared = shared
         self.l3 = l3
 
+    @property
+    def shares(self) -> bool:
+        """Whether hicached moves its bytes itself, as things are."""
+        return self.l3 is not None and self.l3.shares_memory
+
     def close(self) -> None:
         if self.l3 is not None:
             self.l3.close()
@@ -82,7 +90,7 @@ class _PoolLink:
 class HostPages:
     """Moves pages. Thread-safe; no call blocks longer than its deadline, or raises for a fault of L3.
 
-    Pages of a pool with a memfd and a holder move without a copy in between: hicached reads and writes them itself.
+    Pages of a pool with a memfd that somebody can hold move without a copy in between: hicached reads and writes them.
     A call about them that ends without an answer has its pages **held**, before it returns, until hicached has let go.
     All other pages, and memory that is in no pool, go through staging, and hicached never touches them.
 
@@ -129,7 +137,9 @@ class HostPages:
         self._workers = Workers("hicache-pages", threads=SLOT_COUNT, queue_max=SLOT_COUNT)
 
     def add_pool(self, pool: Pool) -> None:
-        """Items may lie in ``pool`` from now on."""
+        """Items may lie in ``pool`` from now on. A second time it changes nothing."""
+        if any(link.pool == pool for link in self._links):
+            return
         shared = share(pool)
         self._links.append(_PoolLink(pool, shared, None if shared is None else self._connect(memory=shared)))
 
@@ -143,9 +153,9 @@ class HostPages:
         return all(client.wait_ready(timeout_s=max(0.0, ends_at_s - time.monotonic())) for client in clients)
 
     def shares(self, address: int) -> bool:
-        """Whether hicached touches the page at ``address`` itself, as things are."""
+        """Whether hicached touches a page at ``address`` itself, as things are, if it can be held."""
         link = self._link_of(address, 1)
-        return link is not None and link.l3 is not None and link.l3.shares_memory
+        return link is not None and link.shares
 
     @property
     def slots_in_doubt(self) -> int:
@@ -238,7 +248,7 @@ class HostPages:
                 continue
             if size_bytes > self._spec.object_bytes_max:
                 outcomes[position] = Outcome.TOO_LARGE
-            elif len(links) == 1 and (link := links[0]) is not None and link.l3 is not None and link.l3.shares_memory:
+            elif item.page is not None and len(links) == 1 and (link := links[0]) is not None and link.shares:
                 direct.setdefault(link, []).append(position)
             else:
                 staged.append(position)
@@ -257,8 +267,8 @@ class HostPages:
     ) -> list[Outcome]:
         assert link.l3 is not None
         move = SharedMove(
-            link.pool,
             [L3Item(self._object_key(i.key), i.extents[0][0] - link.pool.address, i.extents[0][1]) for i in items],
+            [item.page for item in items if item.page is not None],
         )
         outcomes = move.run(link.l3, timeout_s=ends_at_s - time.monotonic(), is_get=is_get)
         return [Outcome.DEADLINE] * len(items) if outcomes is None else outcomes

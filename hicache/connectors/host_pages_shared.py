@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from hicache.client import DaemonL3
-from hicache.connectors.host_pages_holds import Holder
+from hicache.connectors.host_pages_holds import OwnedPage
 from hicache.l3 import L3Item
 from hicache.outcome import Outcome
 
@@ -26,13 +26,12 @@ _log = logging.getLogger(__name__)
 class Pool:
     """Memory of the engine: mapped and of this size for as long as the HostPages lives.
 
-    With its memfd and a holder, hicached shares it where it can. Without, its pages go through staging.
+    With its memfd, hicached shares it where it can. Without, its pages go through staging.
     """
 
     address: int
     size_bytes: int
     fd: int | None = None
-    holds: Holder | None = None
 
     def has(self, address: int, size_bytes: int) -> bool:
         """Whether ``[address, address + size_bytes)`` lies in it."""
@@ -57,7 +56,7 @@ class SharedPool:
 
 def share(pool: Pool) -> SharedPool | None:
     """The pool as memory that hicached takes; None, and the reason in the log, where it would not."""
-    if pool.fd is None or pool.holds is None:
+    if pool.fd is None:
         return None
     try:
         fd = fcntl.fcntl(pool.fd, fcntl.F_DUPFD_CLOEXEC, 0)
@@ -108,11 +107,10 @@ def _is_mapped(fd: int, pool: Pool) -> bool:
 class SharedMove:
     """One get or put of pages of a shared pool. Without an answer in time, they are held until there is one."""
 
-    def __init__(self, pool: Pool, items: Sequence[L3Item]) -> None:
-        assert pool.holds is not None
-        self._holds = pool.holds
+    def __init__(self, items: Sequence[L3Item], pages: Sequence[OwnedPage]) -> None:
+        """``pages``: which one each item is of."""
         self._items = items
-        self._addresses = [pool.address + item.offset for item in items]
+        self._pages = pages
         self._lock = threading.Lock()
         self._outcomes: list[Outcome] | None = None
         self._is_held = False
@@ -124,7 +122,8 @@ class SharedMove:
         with self._lock:
             if self._outcomes is None:
                 self._is_held = True
-                self._holds.hold(self._addresses)
+                for owned in self._pages:
+                    owned.holder.hold([owned.page])
             return self._outcomes
 
     def _settle(self, outcomes: list[Outcome]) -> None:
@@ -132,4 +131,5 @@ class SharedMove:
             self._outcomes = outcomes
             is_held, self._is_held = self._is_held, False
         if is_held:
-            self._holds.release(self._addresses)
+            for owned in self._pages:
+                owned.holder.release([owned.page])

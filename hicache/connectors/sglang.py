@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
-from itertools import chain, islice
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice, repeat
 from typing import Any
 
 import torch
@@ -23,13 +23,15 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_model, get_spec
+from sglang.srt.runtime_context import get_lora, get_model, get_spec
 from sglang.version import __version__ as sglang_version
 
 from hicache.client.address import parse_address
 from hicache.connectors.host_pages import HostPages, PageItem, PagesSpec
+from hicache.connectors.host_pages_holds import OwnedPage, PageHolds, holds_of
 from hicache.connectors.sglang_hits import PoolPages, leading, prefix_hits
 from hicache.connectors.sglang_identity import EngineIdentity, Rank
+from hicache.connectors.sglang_plugin import LIVE_WEIGHTS
 from hicache.connectors.sglang_pools import Extents, PoolLayout, pool_layout
 from hicache.connectors.sglang_settings import StorageSettings
 from hicache.connectors.sglang_stats import TransferLog
@@ -46,17 +48,22 @@ _log = logging.getLogger(__name__)
 class _StoredPool:
     """One host pool, and what its pages are called in L3."""
 
-    def __init__(self, layout: PoolLayout, roots: Sequence[bytes]) -> None:
+    def __init__(self, layout: PoolLayout, roots: Sequence[bytes], holds: PageHolds | None) -> None:
+        """``holds``: what can keep pages of it from being given out."""
         self.layout = layout
+        self.holds = holds
         self._roots = roots
 
     def names(self, page_hashes: Sequence[str]) -> list[bytes]:
         """The keys of the objects of all pages, part after part."""
         return [root + page_hash.encode() for page_hash in page_hashes for root in self._roots]
 
-    def items(self, page_hashes: Sequence[str], extents: Sequence[Sequence[Extents]]) -> list[PageItem]:
+    def items(
+        self, page_hashes: Sequence[str], extents: Sequence[Sequence[Extents]], pages: Iterable[OwnedPage | None]
+    ) -> list[PageItem]:
         """The objects of all pages, part after part."""
-        return list(map(PageItem, self.names(page_hashes), chain.from_iterable(extents)))
+        of_parts = chain.from_iterable(repeat(page, len(self._roots)) for page in pages)
+        return list(map(PageItem, self.names(page_hashes), chain.from_iterable(extents), of_parts))
 
     def whole(self, is_there: Sequence[bool], page_count: int) -> list[bool]:
         """Of each page, whether all of its parts are."""
@@ -74,7 +81,9 @@ class HiCacheStorage(SGLangStorage):
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any] | None = None) -> None:
         self.settings = StorageSettings.parse(storage_config.extra_config)
-        self._config = storage_config
+        if LIVE_WEIGHTS.has_changed and not self.settings.model_revision:
+            expected = "a name of the weights that this process has been given in place: its files are of others"
+            raise ConfigError("model_revision", "", expected)
         self._rank = Rank.of(storage_config)
         self._identity = EngineIdentity.of(_Arguments(), storage_config, self.settings, version=sglang_version)
         parse_address(self.settings.l3)
@@ -86,6 +95,7 @@ class HiCacheStorage(SGLangStorage):
         self._backed_up = TransferLog()
         self._is_closed = False
         self._lock = threading.Lock()
+        LIVE_WEIGHTS.tell(self)
 
     # What SGLang registers, in its scheduler's thread
 
@@ -162,7 +172,7 @@ class HiCacheStorage(SGLangStorage):
         if not pool.layout.has_bytes:
             return list(target_locations)
         extents = [pool.layout.flat_extents(each) for each in target_locations]
-        is_there = self._get(pool, keys, extents)
+        is_there = self._move(pool, pool.items(keys, extents, repeat(None)), self._ends_at_s(), is_get=True)
         return [target if there else None for target, there in zip(target_locations, is_there, strict=True)]
 
     def set(self, key: str, value: Any = None, target_location: Any = None, target_sizes: Any = None) -> bool:
@@ -177,7 +187,8 @@ class HiCacheStorage(SGLangStorage):
         if not pool.layout.has_bytes:
             return True
         tensors = [each.contiguous() for each in values]
-        return all(self._put(pool, keys, [pool.layout.flat_extents(each) for each in tensors]))
+        extents = [pool.layout.flat_extents(each) for each in tensors]
+        return all(self._move(pool, pool.items(keys, extents, repeat(None)), self._ends_at_s(), is_get=False))
 
     # Pages where they lie (interface_v1), and those of all pools
 
@@ -185,25 +196,25 @@ class HiCacheStorage(SGLangStorage):
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Which of the attention pages are now at their host indices, complete and checked."""
-        return self._move_pool(PoolName.KV, keys, host_indices, self._get)
+        return self._move_pools([PoolTransfer(PoolName.KV, host_indices, keys=keys)], is_get=True)[PoolName.KV]
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
         """Which of the attention pages are stored; those that were cost a lookup and no copy."""
-        return self._move_pool(PoolName.KV, keys, host_indices, self._put)
+        return self._move_pools([PoolTransfer(PoolName.KV, host_indices, keys=keys)], is_get=False)[PoolName.KV]
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """The same of pages of any pools."""
-        return {each.name: self._move_pool(each.name, each.keys, each.host_indices, self._get) for each in transfers}
+        """The same of pages of any pools, all within the deadline of one call."""
+        return self._move_pools(transfers, is_get=True)
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """The same of pages of any pools."""
-        return {each.name: self._move_pool(each.name, each.keys, each.host_indices, self._put) for each in transfers}
+        """The same of pages of any pools, all within the deadline of one call."""
+        return self._move_pools(transfers, is_get=False)
 
     # Administration, in the scheduler's thread
 
@@ -232,21 +243,27 @@ class HiCacheStorage(SGLangStorage):
         if pages is not None:
             pages.close()
 
+    def weights_will_change(self) -> None:
+        """Everything is a miss from now on, and nothing is stored: nobody can say what the new weights are called."""
+        if not self._is_closed:
+            _log.warning("hicache: the weights change in place; attach again, with another model_revision, to go on")
+        self.close()
+
     def _add_pool(self, host_pool: Any, name: str) -> None:
         layout = pool_layout(host_pool, str(name), head_slices=self._rank.head_slices)
-        self._pools[name] = _StoredPool(
-            layout, [self._identity.root(layout, self._rank, part) for part in layout.parts]
-        )
+        roots = [self._identity.root(layout, self._rank, part) for part in layout.parts]
+        self._pools[name] = _StoredPool(layout, roots, holds_of(host_pool))
         with self._lock:
             pages = self._pages
-            if pages is not None and layout.object_bytes_max > self._object_bytes_max:
-                self._pages = None  # of a draft model that came after the others: its objects need larger buffers
-            elif pages is not None:
+            if pages is None:
+                return
+            if layout.object_bytes_max <= self._object_bytes_max:
                 for pool in layout.memory:
                     pages.add_pool(pool)
-        if pages is not None and self._pages is None:
-            pages.close()
-            self._connected()
+                return
+            self._pages = None  # of a draft model that came after the others: its objects need larger buffers
+        pages.close()
+        self._connected()
 
     def _connected(self) -> HostPages | None:
         """What moves pages; None after the end, and where no pool has bytes."""
@@ -301,38 +318,42 @@ class HiCacheStorage(SGLangStorage):
             return [False] * len(names)
         return pages.contains(names, deadline_s=timeout_s)
 
-    def _move_pool(
-        self,
-        name: str,
-        keys: Sequence[str] | None,
-        host_indices: torch.Tensor,
-        move: Callable[[_StoredPool, Sequence[str], Sequence[Sequence[Extents]]], list[bool]],
-    ) -> list[bool]:
-        pool = self._pools[name]
-        keys = keys or []
+    def _ends_at_s(self) -> float:
+        return time.monotonic() + self.settings.deadline_s
+
+    def _move_pools(self, transfers: Sequence[PoolTransfer], *, is_get: bool) -> dict[str, list[bool]]:
+        ends_at_s = self._ends_at_s()
+        return {each.name: self._move_pool(each, ends_at_s, is_get=is_get) for each in transfers}
+
+    def _move_pool(self, transfer: PoolTransfer, ends_at_s: float, *, is_get: bool) -> list[bool]:
+        pool = self._pools[transfer.name]
+        keys = transfer.keys or []
         if not pool.layout.has_bytes:
             return [True] * len(keys)
-        return move(pool, keys, pool.layout.extents(host_indices, len(keys)))
+        pages = pool.layout.pages(transfer.host_indices, len(keys))
+        items = pool.items(keys, pool.layout.extents(pages), self._owned(transfer, pages.tolist()))
+        return self._move(pool, items, ends_at_s, is_get=is_get)
 
-    def _get(self, pool: _StoredPool, keys: Sequence[str], extents: Sequence[Sequence[Extents]]) -> list[bool]:
-        return self._move(pool, keys, extents, is_get=True)
+    def _owned(self, transfer: PoolTransfer, pages: Sequence[int]) -> Iterator[OwnedPage | None]:
+        """The pages as what SGLang frees when it is done with them: many pools go by the indices of another one."""
+        pool, owner = self._pools[transfer.name], self._pools.get(transfer.indices_from_pool or transfer.name)
+        holds = owner.holds if owner is not None and owner.layout.page_tokens == pool.layout.page_tokens else None
+        for page in pages:
+            yield None if holds is None else OwnedPage(holds, page)
 
-    def _put(self, pool: _StoredPool, keys: Sequence[str], extents: Sequence[Sequence[Extents]]) -> list[bool]:
-        return self._move(pool, keys, extents, is_get=False)
-
-    def _move(
-        self, pool: _StoredPool, keys: Sequence[str], extents: Sequence[Sequence[Extents]], *, is_get: bool
-    ) -> list[bool]:
-        pages = self._connected()
-        if pages is None:
-            return [False] * len(keys)
+    def _move(self, pool: _StoredPool, items: Sequence[PageItem], ends_at_s: float, *, is_get: bool) -> list[bool]:
+        """Of each page, whether all of its objects are where they should be."""
+        parts = len(pool.layout.parts)
         started_at_s = time.perf_counter()
-        items = pool.items(keys, extents)
-        outcomes = pages.get(items) if is_get else pages.put(items)
-        moved = sum(outcome is Outcome.OK for outcome in outcomes) // len(pool.layout.parts)
+        left_s = ends_at_s - time.monotonic()
+        pages = self._connected()
+        if pages is None or left_s <= 0:
+            return [False] * (len(items) // parts)
+        outcomes = pages.get(items, deadline_s=left_s) if is_get else pages.put(items, deadline_s=left_s)
+        moved = sum(outcome is Outcome.OK for outcome in outcomes) // parts
         log = self._prefetched if is_get else self._backed_up
         log.note(moved, page_bytes=pool.layout.page_bytes, started_at_s=started_at_s)
-        return pool.whole([outcome.is_ok for outcome in outcomes], len(keys))
+        return pool.whole([outcome.is_ok for outcome in outcomes], len(items) // parts)
 
     def _check_split(self, host_pool: Any) -> None:
         slices = self._rank.head_slices
@@ -362,7 +383,7 @@ class _Arguments:
     """The arguments of this server as SGLang has resolved them, whichever of its groups they are in."""
 
     def __getattr__(self, name: str) -> Any:
-        for group in (get_model(), get_spec()):
+        for group in (get_model(), get_spec(), get_lora()):
             try:
                 return getattr(group, name)
             except AttributeError:

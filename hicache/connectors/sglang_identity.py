@@ -12,7 +12,7 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from hicache.connectors.checkpoint import fingerprint_checkpoint
+from hicache.connectors.checkpoint import fingerprint_adapter, fingerprint_checkpoint
 from hicache.connectors.sglang_pools import Part, PoolLayout
 from hicache.connectors.sglang_settings import StorageSettings
 from hicache.errors import ConfigError
@@ -97,6 +97,7 @@ class EngineIdentity:
             ("cp_size", int(getattr(config, "attn_cp_size", 1))),
         ]
         fields += [(name, _text(getattr(arguments, name, None))) for name in _ARGUMENTS]
+        fields += _adapter_fields(arguments, settings)
         return cls(tuple(fields), tuple(_draft_fields(arguments, settings)), settings.salt)
 
     def described(self, anchor: PoolLayout, rank: Rank) -> tuple[tuple[str, FieldValue], ...]:
@@ -167,6 +168,19 @@ def _draft_fields(arguments: Any, settings: StorageSettings) -> Iterator[tuple[s
     if path and not settings.model_revision:
         revision = getattr(arguments, "speculative_draft_model_revision", None)
         yield "draft_revision", _weights(weights_folder(str(path), revision, arguments), str(path))
+
+
+def _adapter_fields(arguments: Any, settings: StorageSettings) -> Iterator[tuple[str, FieldValue]]:
+    """LoRA adapters of the command line, by content: SGLang's keys have them by name and path.
+
+    Those that are loaded later have an id there that no other process has.
+    """
+    for adapter in sorted(getattr(arguments, "lora_paths", None) or (), key=lambda each: str(each.lora_name)):
+        folder = weights_folder(str(adapter.lora_path), None, arguments)
+        if folder is None and not settings.model_revision:
+            expected = f"a name of the weights, since no files of the adapter {adapter.lora_path} are here"
+            raise ConfigError("model_revision", "", expected)
+        yield f"adapter {adapter.lora_name}", None if folder is None else fingerprint_adapter(folder).hex()
 
 
 def _config_digest(folder: Path | None) -> str | None:

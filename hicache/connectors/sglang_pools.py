@@ -15,7 +15,6 @@ import torch
 from numpy.typing import NDArray
 
 from hicache.connectors.host_pages import Pool
-from hicache.connectors.host_pages_holds import holds_of
 from hicache.errors import ConfigError
 from hicache.keys import FieldValue
 
@@ -109,12 +108,8 @@ class PoolLayout:
         """In how many objects the heads of a plane are stored."""
         return 1 + max((part.head_slice for part in self.parts), default=0)
 
-    def extents(self, host_indices: torch.Tensor, page_count: int) -> list[list[Extents]]:
-        """(address, bytes) of the pages that ``host_indices`` name, ``page_tokens`` each: [page][part][extent].
-
-        Raises ValueError for indices that are not of so many whole pages of this pool.
-        """
-        pages = self._pages(host_indices, page_count)
+    def extents(self, pages: NDArray[np.int64]) -> list[list[Extents]]:
+        """(address, bytes) of pages: [page][part][extent]."""
         of_parts = [_extents_of(part.runs, pages) for part in self.parts]
         return [list(of_page) for of_page in zip(*of_parts, strict=True)]
 
@@ -128,7 +123,11 @@ class PoolLayout:
         ends = accumulate((part.size_bytes for part in self.parts), initial=tensor.data_ptr())
         return [((address, part.size_bytes),) for address, part in zip(ends, self.parts, strict=False)]
 
-    def _pages(self, host_indices: torch.Tensor, page_count: int) -> NDArray[np.int64]:
+    def pages(self, host_indices: torch.Tensor, page_count: int) -> NDArray[np.int64]:
+        """The numbers of the pages that ``host_indices`` name, ``page_tokens`` each.
+
+        Raises ValueError for indices that are not of so many whole pages of this pool.
+        """
         indices = host_indices.detach().cpu().numpy()
         if len(indices) != page_count * self.page_tokens:
             wanted = page_count * self.page_tokens
@@ -268,12 +267,12 @@ def _tensor_shapes(host_pool: Any) -> Iterator[str]:
 
 def _memory(host_pool: Any) -> Iterator[Pool]:
     """The tensors of the pool, each with the memfd that the shm allocator took for it, which hicached can share."""
-    holds = holds_of(host_pool)
     buffers = getattr(host_pool, "kv_buffer", None)
     if buffers is None:
         buffers = host_pool.get_hybrid_pool_buffer()
     tensors = list(buffers) if isinstance(buffers, list | tuple) else [buffers]
     descriptors = list(getattr(getattr(host_pool, "allocator", None), "fds", []))
-    for position, tensor in enumerate(tensors):
-        fd = descriptors[position] if len(descriptors) == len(tensors) else None
-        yield Pool(tensor.data_ptr(), tensor.nbytes, fd, holds)
+    if len(descriptors) != len(tensors):
+        descriptors = [None] * len(tensors)
+    for tensor, fd in zip(tensors, descriptors, strict=True):
+        yield Pool(tensor.data_ptr(), tensor.nbytes, fd)

@@ -191,13 +191,15 @@ def read_tiers(options: dict[str, Any], workload: Workload | None) -> TierReques
             _check_above_zero(name, options[name])
     for ttl_s in options["ttls"]:
         _check_above_zero("ttl", ttl_s)
+    traced = workload if workload is not None and workload.has_blocks else None
     return TierRequest(
         l2_bytes=_bytes(options, "l2_gib", GIB),
         l2_state_share=options["l2_state_share"],
         l3_bytes=_bytes(options, "l3_tb", 1000 * GB),
         drive_bytes=_bytes(options, "drive_tb", 1000 * GB),
         write_amplification=options["write_amplification"],
-        curve=ReuseCurve(workload) if workload is not None and workload.has_blocks else None,
+        curve=None if traced is None else ReuseCurve(traced),
+        workload=traced,
         ttls_s=options["ttls"] or TTLS_S,
         rate=options["rate"],
         active_parameters=options["active_parameters"],

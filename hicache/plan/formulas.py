@@ -21,10 +21,10 @@ _ROW, _LAYER = "bytes per token and layer", "bytes per slot and layer"
 # Weights and what they leave.
 WEIGHTS = Formula(
     "weights_bytes_per_gpu",
-    "ceil((expert_bytes / (tp * dp) + sharded_bytes / tp) * stage_layers / layers + replicated_bytes)",
+    "ceil((expert_bytes / (tp * dp) + sharded_bytes / tp + copied_bytes) * stage_layers / layers + replicated_bytes)",
     "bytes",
     "GPU",
-    "experts over all GPUs of a stage, whole (EP) or cut, the rest over tensor parallelism; the largest stage",
+    "experts over all GPUs of a stage, whole (EP) or cut, heads over TP, latents and routers copied; largest stage",
 )
 GRAPH_BATCH = Formula(
     "graph_batch",
@@ -43,7 +43,7 @@ HEADROOM = Formula(
 )
 FRACTION = Formula(
     "memory_fraction",
-    "min(fraction_max, max(0, round(1 - max(headroom_bytes, 10 * 2 ** 30) / gpu_bytes, 3)))",
+    "min(fraction_max, max(0, round(1 - max(headroom_bytes, headroom_bytes_min) / gpu_bytes, 3)))",
     "share",
     "GPU",
     "SGLang's own default, or less: what is left for neither its weights nor its pools is at least its own headroom",
@@ -84,7 +84,7 @@ MLA_ROW = Formula(
     "(latent_dim + rope_dim) * element_bytes",
     _ROW,
     "rank",
-    f"{_CELL}: the latent is no head, every attention rank has it whole",
+    f"{_CELL}: no head, every attention rank has it whole",
 )
 MLA_ROW_FP4 = Formula(
     "kv_row_bytes",
@@ -108,18 +108,14 @@ INDEX_ROW = Formula(
     "SGLang pool_configurator.py, _compute_dsa_indexer_cell_size: fp8 with a float32 scale for each 128 of it",
 )
 KV_CELL = Formula(
-    "kv_cell_bytes",
-    "layers * row_bytes",
-    "bytes per token",
-    "rank",
-    f"{_CELL}: attention layers of the stage that has most",
+    "kv_cell_bytes", "layers * row_bytes", "bytes per token", "rank", f"{_CELL}: layers of the largest stage"
 )
 KV_CELL_DRAFT = Formula(
     "draft_cell_bytes",
-    "int(cell_bytes * draft_layers / layers)",
+    "int(cell_bytes * draft_layers / layers) * copies + draft_layers * index_bytes",
     "bytes per token",
     "rank",
-    "SGLang pool_configurator.py, DefaultPoolConfigurator: a draft that attends as its target does",
+    "SGLang DefaultPoolConfigurator: a draft that attends as its target does, on each DCP rank if with an indexer",
 )
 KV_PER_TOKEN = Formula(
     "kv_bytes_per_token_per_rank",
@@ -144,11 +140,7 @@ SSM_PER_LAYER = Formula(
     "ssm_bytes_per_layer", "heads * head_dim * state_dim * state_dtype_bytes", _LAYER, "rank", _SHAPE
 )
 STATE_ALL_LAYERS = Formula(
-    "state_bytes_of_all_stages",
-    "(conv_bytes + ssm_bytes) * layers",
-    "bytes per slot",
-    "replica",
-    f"{_STATE}, mamba_cache_per_req",
+    "state_bytes_of_all_stages", "(conv_bytes + ssm_bytes) * layers", "bytes per slot", "replica", _STATE
 )
 STATE_SHARE = Formula(
     "state_stage_share",
@@ -205,11 +197,7 @@ SLOTS_PER_REQUEST = Formula(
 )
 RUNNING_PER_DP = Formula("running_max_per_dp_rank", "max(1, max_running_requests // dp)", "requests", "DP rank", _LIMIT)
 STATE_BUDGET = Formula(
-    "state_budget_bytes",
-    "rest_bytes * ratio / (1 + ratio)",
-    "bytes",
-    "rank",
-    f"{_POOL}: the ratio is that of state to KV",
+    "state_budget_bytes", "rest_bytes * ratio / (1 + ratio)", "bytes", "rank", f"{_POOL}: ratio of state to KV"
 )
 SLOTS_BY_RATIO = Formula(
     "state_slots",
@@ -348,11 +336,7 @@ VLLM_LOGGED = Formula(
 
 # Machines.
 EXPERT_RANKS = Formula(
-    "expert_ranks_per_token",
-    "ep * (1 - (1 - 1 / ep) ** top_k)",
-    "ranks",
-    "cluster",
-    "expected distinct ranks of a token's experts, placed at random",
+    "expert_ranks_per_token", "ep * (1 - (1 - 1 / ep) ** top_k)", "ranks", "cluster", "expected, with experts at random"
 )
 EXPERT_RANKS_FAR = Formula(
     "expert_ranks_on_other_nodes",
@@ -388,12 +372,13 @@ L2_TOKENS = Formula(
     "replica",
     "hicache/sizing.py, l2_slot_counts: pages, and a snapshot of the state at the end of each prefill chunk",
 )
+L2_NODE = Formula("l2_bytes_per_node", "l2_bytes * gpus", "bytes", "node", "host memory of all ranks that run on it")
 WRITE_RATE = Formula(
     "write_bytes_per_s",
     "new_tokens_per_s * bytes_per_token * write_amplification",
     "bytes/s",
     "cluster",
-    "all new tokens are written once",
+    "new tokens, once",
 )
 DWPD = Formula(
     "drive_writes_per_day",
@@ -410,9 +395,5 @@ PREFILL = Formula(
     "roofline: a multiply and an add for each active weight, and half of all pairs of tokens in attention",
 )
 LOAD = Formula(
-    "load_s",
-    "latency_s + (tokens * bytes_per_token + state_bytes) / bytes_per_s",
-    "s",
-    "replica",
-    "a fixed cost and a bandwidth for each tier",
+    "load_s", "latency_s + (tokens * bytes_per_token + state_bytes) / bytes_per_s", "s", "replica", "latency, bandwidth"
 )

@@ -34,10 +34,13 @@ def read_weights(
     dense = (layers - moe_layers) * _MATRICES_GATED * hidden * width
     routed = moe_layers * experts.count * expert if experts else 0
     active = mixing + shared + dense + (moe_layers * experts.top_k * expert if experts else 0)
+    copied = sum(len(group.layers) * _latent_parameters(group, text, hidden) for group in attention if group.is_mla)
+    copied += moe_layers * hidden * experts.count if experts else 0  # routers
     dense_bytes, expert_bytes = _element_bytes(config, text)
     return Weights(
         expert_bytes=routed * expert_bytes,
-        sharded_bytes=(mixing + shared + dense) * dense_bytes + (embeddings + head) * 2,
+        sharded_bytes=(mixing + shared + dense - copied) * dense_bytes + (embeddings + head) * 2,
+        copied_bytes=copied * dense_bytes,
         active_parameters=active,
         parameters=mixing + shared + dense + routed + embeddings + head,
     )
@@ -49,10 +52,15 @@ def _attention_parameters(attention: Attention, text: Config, hidden: int) -> in
     if not attention.is_mla:
         gate = heads * qk * hidden if "linear_num_value_heads" in text else 0  # Qwen3-Next gates its output
         return hidden * (heads * qk + attention.kv_heads * (qk + v)) + output + gate
+    query = (whole(text, "q_lora_rank", default=0, at_least=0) or hidden) * heads * qk
+    values_and_keys = attention.latent_dim * heads * (qk - attention.rope_dim + v)
+    return query + values_and_keys + output + _latent_parameters(attention, text, hidden)
+
+
+def _latent_parameters(attention: Attention, text: Config, hidden: int) -> int:
+    """The ways into MLA's latents: of no head, so that every attention rank has them whole."""
     query_rank = whole(text, "q_lora_rank", default=0, at_least=0)
-    query = query_rank * (hidden + heads * qk) if query_rank else hidden * heads * qk
-    latent = hidden * (attention.latent_dim + attention.rope_dim)
-    return int(query + latent + attention.latent_dim * heads * (qk - attention.rope_dim + v) + output)
+    return hidden * (attention.latent_dim + attention.rope_dim + query_rank)
 
 
 def _recurrence_parameters(recurrence: Recurrence, hidden: int) -> int:

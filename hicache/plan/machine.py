@@ -77,9 +77,9 @@ MACHINES = {
             source=_FITTED,
         ),
         Machine(name="b200-hgx", gpu_gb=180, sheet_gb=192, prefill_tflops=1350, tiers=_TIERS, source=_FITTED),
-        Machine(name="h200", gpu_gb=141, sheet_gb=141, prefill_tflops=593, tiers=_TIERS, source=_FITTED),
-        Machine(name="h100", gpu_gb=80, sheet_gb=80, prefill_tflops=593, tiers=_TIERS, source=_FITTED),
-        Machine(name="a100", gpu_gb=80, sheet_gb=80, prefill_tflops=187, tiers=_TIERS, source=_FITTED),
+        Machine(name="h200", gpu_gb=149, sheet_gb=141, prefill_tflops=593, tiers=_TIERS, source=_FITTED),
+        Machine(name="h100", gpu_gb=85, sheet_gb=80, prefill_tflops=593, tiers=_TIERS, source=_FITTED),
+        Machine(name="a100", gpu_gb=85, sheet_gb=80, prefill_tflops=187, tiers=_TIERS, source=_FITTED),
     )
 }
 

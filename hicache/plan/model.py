@@ -56,13 +56,14 @@ class Recurrence:
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Bytes of the weights: experts (cut by expert parallelism), what tensor parallelism cuts, what every GPU has.
+    """Bytes of the weights: experts, what tensor parallelism cuts and copies, and what every GPU has of any stage.
 
     ``active_parameters`` are those that a token is multiplied with, without embeddings.
     """
 
     expert_bytes: float
     sharded_bytes: float
+    copied_bytes: float = 0.0
     replicated_bytes: float = 0.0
     active_parameters: float = 0.0
     parameters: float = 0.0

@@ -55,6 +55,7 @@ _SECTIONS: tuple[tuple[str, tuple[str, ...]], ...] = (
             "expert_ranks_per_token",
             "expert_ranks_on_other_nodes",
             "l2_tokens",
+            "l2_bytes_per_node",
             "l3_tokens",
             "write_bytes_per_s",
             "drive_writes_per_day",
@@ -178,6 +179,13 @@ def _tiers(plan: Plan) -> Iterator[Table | None]:
                 f"{point.storage_ratio:.2f}",
                 f"{point.written_tokens_per_s:,.0f}",
             )
+        yield table
+    if tiers.snapshots:
+        table = _table("snapshots of the state at", "hits", "of attention", "snapshots", "bytes on all ranks")
+        for snapshots in tiers.snapshots:
+            taken, size = snapshots.point, f"{snapshots.state_bytes / GIB:,.1f} GiB"
+            hits = (f"{taken.hit_ratio:.1%}", f"{taken.attention_ratio:.1%}")
+            table.add_row(f"  {taken.policy}", *hits, f"{taken.snapshots:,}", size)
         yield table
     if tiers.breakeven:
         table = _table("loading beats computing from", "tokens")

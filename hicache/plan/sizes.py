@@ -38,6 +38,7 @@ GRAPH_BATCHES = {  # below so many GiB: with few GPUs of a stage, and with many
     math.inf: (512, 512),
 }
 GRAPH_GPUS_MANY = 4
+GPU_LARGE_GIB, HEADROOM_MIN_GIB = 60, 10
 GRAPH_BATCH_MAX = 512
 GRAPH_BATCH_PADDED = 300  # above it, DP attention pads more
 NO_STATE = StateSizes(0, 0.0, 0, 0, False)
@@ -92,6 +93,7 @@ def memory_fraction(settings: Settings, ledger: Ledger) -> float:
         formulas.FRACTION,
         fraction_max=FRACTION_MAX["sglang"],
         headroom_bytes=headroom,
+        headroom_bytes_min=HEADROOM_MIN_GIB * GIB if settings.machine.gpu_bytes > GPU_LARGE_GIB * GIB else 0,
         gpu_bytes=settings.machine.gpu_bytes,
     )
     return fraction
@@ -112,6 +114,7 @@ def weights(settings: Settings, ledger: Ledger) -> int:
         expert_bytes=model.weights.expert_bytes,
         dp=settings.dp,
         sharded_bytes=model.weights.sharded_bytes,
+        copied_bytes=model.weights.copied_bytes,
         tp=settings.tp,
         stage_layers=max(len(stage) for stage in pipeline_stages(model.layer_count, settings.pp)),
         layers=model.layer_count,
@@ -128,7 +131,12 @@ def kv_sizes(settings: Settings, ledger: Ledger) -> KvSizes:
     draft = 0
     if settings.draft_layers and full.layers:
         draft = ledger.work_out(
-            formulas.KV_CELL_DRAFT, cell_bytes=full.bytes, draft_layers=settings.draft_layers, layers=full.layers
+            formulas.KV_CELL_DRAFT,
+            cell_bytes=full.bytes,
+            draft_layers=settings.draft_layers,
+            layers=full.layers,
+            copies=settings.dcp if full.index_bytes else 1,
+            index_bytes=full.index_bytes // full.layers * settings.dcp,
         )
     per_token: int = ledger.work_out(
         formulas.KV_PER_TOKEN,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from hicache.plan import formulas
@@ -13,6 +13,8 @@ from hicache.plan.model import pipeline_stages
 from hicache.plan.reuse import ReuseCurve, TtlPoint
 from hicache.plan.settings import Settings
 from hicache.plan.sizes import kv_sizes, state_sizes
+from hicache.plan.snapshot_reuse import SnapshotPoint, snapshot_points
+from hicache.plan.workload import Workload
 from hicache.sizing import l2_slot_counts
 from hicache.spec import CacheSpec
 
@@ -33,6 +35,7 @@ class TierRequest:
     drive_bytes: int = 0
     write_amplification: float = 1.0
     curve: ReuseCurve | None = None
+    workload: Workload | None = None  # the curve's, where it tells what was reused
     ttls_s: tuple[float, ...] = TTLS_S
     rate: float = 1.0
     active_parameters: float | None = None
@@ -57,6 +60,14 @@ class Breakeven:
 
 
 @dataclass(frozen=True, slots=True)
+class Snapshotting:
+    """A way to take snapshots, and the bytes of states that it takes on all ranks, where none is dropped."""
+
+    point: SnapshotPoint
+    state_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class TierPlan:
     """What the plan says about tiers."""
 
@@ -64,6 +75,7 @@ class TierPlan:
     points: list[TtlPoint]
     breakeven: list[Breakeven]
     drive_writes_per_day: float | None = None
+    snapshots: list[Snapshotting] = field(default_factory=list)
 
     def as_json(self) -> dict[str, Any]:
         """As JSON, by tier and by TTL."""
@@ -72,6 +84,7 @@ class TierPlan:
             "ttl": [_json(point) for point in self.points],
             "breakeven_tokens": {b.tier: b.tokens for b in self.breakeven},
             "drive_writes_per_day": self.drive_writes_per_day,
+            "snapshots": [{**asdict(s.point), "state_bytes": s.state_bytes} for s in self.snapshots],
         }
 
 
@@ -83,6 +96,8 @@ def plan_tiers(settings: Settings, capacity: Capacity, request: TierRequest, led
     if request.l2_bytes:
         slots = _l2_slots(settings, request)
         tokens = _l2_tokens(settings, slots, ledger)
+        gpus = min(settings.gpus, settings.machine.gpus_per_node)
+        ledger.work_out(formulas.L2_NODE, l2_bytes=request.l2_bytes, gpus=gpus)
         held.append(Held("l2", tokens, _point(curve, tokens, request.rate), slots))
     if request.l3_bytes:
         tokens = ledger.work_out_as(
@@ -95,12 +110,27 @@ def plan_tiers(settings: Settings, capacity: Capacity, request: TierRequest, led
         points,
         _breakevens(settings, capacity, request),
         _wear(request, held, per_token, ledger),
+        _snapshots(settings, request),
     )
+
+
+def _snapshots(settings: Settings, request: TierRequest) -> list[Snapshotting]:
+    """What ways to take snapshots find and take, for a model with states and a trace that tells what was reused."""
+    if request.workload is None or not settings.model.recurrence:
+        return []
+    state = state_sizes(_on_one_rank(settings), Ledger()).all_stages_bytes
+    chunk = max(1, settings.chunk_tokens // settings.dp)
+    points = snapshot_points(request.workload, chunk_tokens=chunk)
+    return [Snapshotting(point, point.snapshots * state) for point in points]
+
+
+def _on_one_rank(settings: Settings) -> Settings:
+    return replace(settings, tp=1, pp=1, dp=1, dcp=1, ep=1)
 
 
 def stored_bytes_per_token(settings: Settings) -> int:
     """Bytes of a token in a store that keeps each byte once, with its share of the snapshot at each chunk's end."""
-    whole = replace(settings, tp=1, pp=1, dp=1, dcp=1, ep=1)
+    whole = _on_one_rank(settings)
     scratch = Ledger()
     kv, state = kv_sizes(whole, scratch).bytes_per_token, state_sizes(whole, scratch)
     return kv + -(-state.all_stages_bytes // max(1, settings.chunk_tokens // settings.dp))

@@ -96,6 +96,16 @@ def _denominators(plan: Plan, ledger: Ledger) -> Iterator[str]:
         )
 
 
+def _nothing_reserved(plan: Plan, ledger: Ledger) -> Iterator[str]:
+    """vLLM measures activations, graphs and buffers, and takes them out of its share before it makes blocks."""
+    settings = plan.settings
+    if settings.engine == "vllm" and settings.rest_bytes is None and not settings.reserved_bytes:
+        yield (
+            "vLLM takes activations and CUDA graphs out of its share of memory, and nothing is reserved for them here:"
+            " some GiB fewer are left; say --reserved-gib, or --rest-gib as its log has it"
+        )
+
+
 def _sheet_memory(plan: Plan, ledger: Ledger) -> Iterator[str]:
     """The sheet's memory is not what can be planned with."""
     machine = plan.settings.machine
@@ -135,5 +145,6 @@ CHECKS: tuple[Callable[[Plan, Ledger], Iterator[str]], ...] = (
     _packed_rows,
     _sheet_memory,
     _denominators,
+    _nothing_reserved,
     _log_lines,
 )

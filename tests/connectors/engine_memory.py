@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from hicache.connectors.host_pages import HostPages, PageItem, PagesSpec, Pool
-from hicache.connectors.host_pages_holds import PageHolds
+from hicache.connectors.host_pages_holds import OwnedPage, PageHolds
 from tests.client.support import QUICK
 
 PAGE_BYTES = 24 << 10
@@ -35,7 +35,7 @@ class EngineMemory:
 
     @property
     def pool(self) -> Pool:
-        return Pool(self.address, self.size_bytes, self.fd, self.holds)
+        return Pool(self.address, self.size_bytes, self.fd)
 
     def whole(self, page: int) -> tuple[tuple[int, int], ...]:
         """As MLA has it: one extent."""
@@ -56,7 +56,10 @@ class EngineMemory:
 
     def items(self, shape: str, *, prefix: str = "") -> list[PageItem]:
         """All pages in one of the shapes: ``whole``, ``halves``, ``by_layer``."""
-        return [PageItem(f"{prefix}{page}".encode(), getattr(self, shape)(page)) for page in range(PAGES)]
+        return [
+            PageItem(f"{prefix}{page}".encode(), getattr(self, shape)(page), OwnedPage(self.holds, page))
+            for page in range(PAGES)
+        ]
 
     def read(self, item: PageItem) -> bytes:
         return b"".join(ctypes.string_at(address, size_bytes) for address, size_bytes in item.extents)

@@ -25,7 +25,7 @@ class BareHostPool:
         self._lock = threading.RLock()
         self.clear()
 
-    def clear(self) -> None:
+    def clear(self) -> Any:
         with self._lock:
             self._free: list[int] = list(range(self.size))
 
@@ -45,10 +45,6 @@ class BareHostPool:
             self._free += freed
             return len(freed)
 
-    def get_page_buffer_meta(self, indices: Any) -> tuple[list[int], list[int]]:
-        extents = [self.memory.whole(int(index) // self.page_size)[0] for index in indices[:: self.page_size]]
-        return [address for address, _ in extents], [size_bytes for _, size_bytes in extents]
-
 
 class HostPool(BareHostPool):
     """With the hooks of hicache's plugin, and the holds of its memory."""
@@ -61,5 +57,5 @@ class HostPool(BareHostPool):
     def free(self, indices: Any) -> int:
         return free_hook(BareHostPool.free, self, indices)
 
-    def clear(self) -> None:
-        clear_hook(BareHostPool.clear, self)
+    def clear(self) -> Any:
+        return clear_hook(BareHostPool.clear, self)

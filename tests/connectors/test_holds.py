@@ -17,10 +17,6 @@ def pool() -> HostPool:
     return HostPool(EngineMemory(is_memfd=False))
 
 
-def address(pool: HostPool, page: int) -> int:
-    return pool.memory.whole(page)[0][0]
-
-
 def test_only_a_pool_whose_free_is_hooked_has_holds() -> None:
     memory = EngineMemory(is_memfd=False)
     assert holds_of(BareHostPool(memory)) is None
@@ -36,7 +32,7 @@ def test_only_a_pool_whose_free_is_hooked_has_holds() -> None:
 
 def test_a_page_held_twice_is_freed_after_the_second_release(pool: HostPool) -> None:
     indices = pool.alloc(pool.page_size)
-    page = [address(pool, 0)]
+    page = [0]
     pool.holds.hold(page)
     pool.holds.hold(page)
     assert pool.free(indices) == len(indices)
@@ -48,8 +44,8 @@ def test_a_page_held_twice_is_freed_after_the_second_release(pool: HostPool) -> 
 
 def test_a_page_released_before_it_is_freed_is_freed_at_once(pool: HostPool) -> None:
     indices = pool.alloc(pool.page_size)
-    pool.holds.hold([address(pool, 0)])
-    pool.holds.release([address(pool, 0)])
+    pool.holds.hold([0])
+    pool.holds.release([0])
     pool.free(indices)
     assert pool.available_size() == pool.size
     assert not pool.holds.set_aside_count
@@ -57,11 +53,11 @@ def test_a_page_released_before_it_is_freed_is_freed_at_once(pool: HostPool) -> 
 
 def test_a_pool_that_is_cleared_keeps_back_what_is_held(pool: HostPool) -> None:
     indices = pool.alloc(3 * pool.page_size)
-    pool.holds.hold([address(pool, 0), address(pool, 1)])
+    pool.holds.hold([0, 1])
     pool.free(indices[: pool.page_size])
     pool.clear()
     assert pool.available_size() == pool.size - 2 * pool.page_size
-    pool.holds.release([address(pool, 0), address(pool, 1)])
+    pool.holds.release([0, 1])
     assert sorted(pool.alloc(pool.size).tolist()) == list(range(pool.size))
 
 
@@ -87,10 +83,10 @@ def test_no_held_page_is_ever_handed_out_and_none_is_lost(seed: int, pool: HostP
             case 2 if used:
                 page = choice.choice(sorted(used))
                 held.append(page)
-                pool.holds.hold([address(pool, page)])
+                pool.holds.hold([page])
             case 3 if held:
                 page = held.pop(choice.randrange(len(held)))
-                pool.holds.release([address(pool, page)])
+                pool.holds.release([page])
             case 4 if choice.random() < 0.05:
                 pool.clear()
                 used.clear()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -135,14 +136,25 @@ def test_memory_that_cannot_be_sealed_or_is_not_that_of_its_descriptor_goes_thro
     hicached: HicachedProcess, caplog: pytest.LogCaptureFixture
 ) -> None:
     unsealable, sealed, other = memory_of("unsealable"), memory_of("sealed"), memory_of("sealed")
-    lying = Pool(sealed.address, sealed.size_bytes, other.fd, sealed.holds)
+    lying = Pool(sealed.address, sealed.size_bytes, other.fd)
     with host_pages(hicached.address) as pages:
-        for pool in (unsealable.pool, lying, Pool(other.address, other.size_bytes, other.fd, None)):
+        for pool in (unsealable.pool, lying):
             pages.add_pool(pool)
             assert not pages.shares(pool.address)
         assert pages.put([PageItem(b"lying", sealed.whole(0))]) == [Outcome.OK]
     assert "cannot be sealed" in caplog.text
     assert "not the memory" in caplog.text
+
+
+def test_a_page_that_nobody_can_hold_is_never_touched_by_hicached(hicached: HicachedProcess) -> None:
+    memory = memory_of("sealed")
+    with host_pages(hicached.address, memory) as pages:
+        [item, *_] = [replace(item, page=None) for item in memory.items("whole")]
+        assert pages.shares(item.extents[0][0])
+        clients = [pages.l3.status().operations, pages._links[0].l3.status().operations]
+        assert pages.put([item]) == [Outcome.OK]
+        assert pages.l3.status().operations != clients[0]
+        assert pages._links[0].l3.status().operations == clients[1]
 
 
 def test_an_engine_may_close_the_descriptor_of_its_pool(hicached: HicachedProcess) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -110,3 +111,21 @@ def test_releases_before_the_floor_are_refused(version: str) -> None:
 def test_weights_that_nothing_names_are_refused() -> None:
     with pytest.raises(ConfigError, match="model_revision = '': expected a name of the weights of nowhere/model"):
         identity(StorageSettings("unix:///s"))
+
+
+def test_an_adapter_of_the_command_line_is_known_by_its_content(tmp_path: Path) -> None:
+    weights = tmp_path / "adapter_model.safetensors"
+    adapter = SimpleNamespace(lora_name="french", lora_path=str(tmp_path))
+    names = {root()}
+    for content in (b"first", b"second", b"first"):
+        weights.write_bytes(content)
+        names.add(root(identity(lora_paths=[adapter])))
+    assert len(names) == 3
+    away = SimpleNamespace(lora_name="french", lora_path=str(tmp_path / "away"))
+    with pytest.raises(ConfigError, match="no files of the adapter"):
+        identity(StorageSettings("unix:///s"), model_path=str(checkpoint(tmp_path)), lora_paths=[away])
+
+
+def checkpoint(folder: Path) -> Path:
+    (folder / "model.bin").write_bytes(b"weights")
+    return folder

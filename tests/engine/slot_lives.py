@@ -42,12 +42,17 @@ class SlotLife:
 
         with patch("hicache.replica.Executor", executor):
             self.cache = SlotCache(SPEC, l1=self.l1, l2=l2, l3=None)
+        self._stream = self.cuda.Stream(None)
         self.free = [list(range(SLOTS)) for _ in LAYERS]  # the last ones to be given back are the first to be taken
         self.trunks = [[self.rng.randrange(4) for _ in range(16)] for _ in range(3)]
         self.loading: list[tuple[SlotRequest, list[int], SlotLoad, dict[Part, int]]] = []
 
     def step(self) -> None:
-        """A request begins or goes on; the device does a little."""
+        """A request begins or goes on, in a stream that other threads do not have by themselves."""
+        with self.cuda.stream(self._stream):
+            self._step()
+
+    def _step(self) -> None:
         if len(self.loading) < 2:
             self._begin()
         else:
@@ -87,7 +92,7 @@ class SlotLife:
         self._serve(request, tokens, targets)
 
     def _serve(self, request: SlotRequest, tokens: list[int], restored: dict[Part, int]) -> None:
-        """One step computes all that is left, and saves it; all slots are free at once."""
+        """A step computes all that is left, and saves it; all slots are free at once."""
         pages = len(tokens) // PAGE
         first = 1 + max((page for _, page in restored), default=-1)
         new = self._take(_parts(first, pages)) or {}  # without room it only reads
@@ -97,6 +102,9 @@ class SlotLife:
         self.cuda.run_until(lambda: executor.wait_done(step.after, timeout_s=0.0))
         self.cuda.launch(partial(self._forward, tokens, dict(restored), dict(new)))
         self.cache.save(request, _by_group({**restored, **new}))
+        if self.rng.random() < 0.5:  # another step, which computes what is in no full page yet
+            self.cache.step({})
+            self.cuda.launch(partial(self._forward, tokens, {**restored, **new}, {}))
         self.cache.release(request)
         self._give_back(restored)
         self._give_back(new)

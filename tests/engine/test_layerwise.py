@@ -342,8 +342,11 @@ class WaitsForNoLayer(CudaOrder):
 
 class WritesBeforeTheLastReader(CudaOrder):
     def run_by_layer(self, copies: Any) -> Wait | None:
-        with self._cuda.stream(self._cuda.Stream(None)):  # whatever has been asked of it: nothing
+        compute, self._compute_stream = self._compute_stream, self._cuda.Stream(None)  # nothing has been asked of it
+        try:
             return super().run_by_layer(copies)
+        finally:
+            self._compute_stream = compute
 
 
 class CopiesStatesBeforeTheyArrive(CudaOrder):

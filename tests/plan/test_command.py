@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from click.testing import CliRunner, Result
@@ -98,11 +101,57 @@ def test_flags_are_printed_with_the_version_that_they_are_for(engine: str) -> No
         (("kimi-k3", "--active-parameters", "0"), "active_parameters = 0"),
         (("kimi-k3", "--rest-gib", "-1"), "rest_gib = -1"),
         (("kimi-k3", "--ratio", "inf"), "ratio = inf"),
+        (("kimi-k3", "--ratio", "1e308"), "ratio = 1e+308"),
+        (("kimi-k3", "--gpu-gb", "nan"), "gpu_gb = nan"),
+        (("kimi-k3", "--gpu-gb", "1e300"), "gpu_gb = 1e+300"),
+        (("kimi-k3", "--reserved-gib", "nan"), "reserved_gib = nan"),
+        (("kimi-k3", "--rest-gib", "inf"), "rest_gib = inf"),
+        (("kimi-k3", "--l2-gib", "nan"), "l2_gib = nan"),
+        (("kimi-k3", "--l3-tb", "inf"), "l3_tb = inf"),
+        (("kimi-k3", "--drive-tb", "inf"), "drive_tb = inf"),
+        (("kimi-k3", "--ttl", "inf"), "ttl = inf"),
+        (("kimi-k3", "--active-parameters", "1e400"), "active_parameters = inf"),
+        (("kimi-k3", "--lengths", "100:1e308,200:1e308"), "lengths = "),
+        (("kimi-k3", "--input-tokens", str(10**18)), "lengths = "),
+        (("kimi-k3", "--ring-depth", "16"), "ring_depth = 16"),
+        (("kimi-k3", "--engine", "vllm", "--state-slots", "5"), "state_slots = 5"),
+        (("kimi-k3", "--solve-ratio", "--state-slots", "5"), "state_slots = 5"),
+        (("kimi-k3", "--engine-flags", "vllm", "--json", "-"), "json = '-'"),
+        (("gpt-oss-20b", "--tp", "2", "--dcp", "2"), "dcp = 2"),
+        (("qwen3-235b", "--engine", "vllm", "--tp", "8", "--dcp", "4"), "dcp = 4"),
         (("kimi-k3", "--json", "/none/plan.json"), "json = '/none/plan.json'"),
     ],
 )
 def test_bad_input_is_named(arguments: tuple[str, ...], named: str) -> None:
     assert str(run(*arguments).exception).startswith(named)
+
+
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"gpu_gb": "x"}, "machine = "),
+        ({"gpu_gb": math.nan}, "machine.gpu_gb = nan"),
+        ({"gpus_per_node": 0}, "machine.gpus_per_node = 0"),
+        ({"tiers": {"dram": {"bytes_per_s": -1}}}, "machine.tiers.dram.bytes_per_s = -1"),
+        ({"tiers": {"dram": {"bytes_per_s": 1, "latency_s": -1}}}, "machine.tiers.dram.latency_s = -1"),
+    ],
+)
+def test_a_machine_that_cannot_be_is_named(tmp_path: Path, fields: dict[str, Any], named: str) -> None:
+    path = tmp_path / "m.json"
+    path.write_text(json.dumps({"name": "m", "gpu_gb": 80, **fields}))
+    assert str(run("llama-3-8b", "--machine", str(path)).exception).startswith(named)
+
+
+def test_flags_can_be_pasted_into_a_shell() -> None:
+    done = run(*K3, "--engine", "vllm", "--draft-tokens", "4", "--max-running-requests", "8", "--engine-flags", "vllm")
+    version, missing, *flags = done.output.splitlines()
+    assert version.startswith("# vllm")
+    assert missing.startswith("# add to --speculative-config")
+    words = shlex.split(" ".join(flag.removesuffix("\\") for flag in flags))
+    assert json.loads(words[words.index("--speculative-config") + 1]) == {"num_speculative_tokens": 3}
+    measured = run(*K3, "--engine", "vllm", "--rest-gib", "30", "--engine-flags", "vllm").output
+    assert f"--kv-cache-memory-bytes {30 * 2**30}" in measured
+    assert "--gpu-memory-utilization" not in measured
 
 
 def test_it_runs_without_torch_and_grpc_and_a_home() -> None:
@@ -116,6 +165,13 @@ def test_it_runs_without_torch_and_grpc_and_a_home() -> None:
     finished = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, timeout=60)
     assert finished.returncode == 0, finished.stderr
     assert json.loads(finished.stdout)["model"] == "kimi-k3"
+
+
+def test_the_module_is_the_command() -> None:
+    command = [sys.executable, "-m", "hicache.cli", "plan", "kimi-k4"]
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, timeout=60)
+    assert finished.returncode == 2
+    assert "model = 'kimi-k4'" in finished.stderr
 
 
 def test_the_plan_in_the_document_is_what_is_printed() -> None:

@@ -253,8 +253,8 @@ def o_13() -> bool:
     total, free = work_out(base).rest_bytes, work_out(replace(base, fraction_of="free")).rest_bytes
     weights = figures(base)["weights_bytes_per_gpu"]
     assert memory_fraction(Settings(model=base.model, machine=base.machine, engine="vllm"), Ledger()) == 0.92
-    assert total == int(141e9 * 0.92 - weights)
-    assert free == int((141e9 - weights) * 0.92)
+    assert total == int(149e9 * 0.92 - weights)
+    assert free == int((149e9 - weights) * 0.92)
     return free > total
 
 

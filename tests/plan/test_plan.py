@@ -238,6 +238,8 @@ def warned(plan: Plan, text: str) -> bool:
         ),
         ("'GPU KV cache size: ", {"engine": "vllm"}, {}),
         ("SGLang will log max_total_num_tokens=", {}, {"engine": "vllm"}),
+        ("nothing is reserved for them", {"engine": "vllm"}, {"engine": "vllm", "reserved_bytes": GIB}),
+        ("nothing is reserved for them", {"engine": "vllm"}, {}),
     ],
 )
 def test_a_known_trap_is_warned_of_where_it_is_near(text: str, near: dict[str, Any], far: dict[str, Any]) -> None:

@@ -8,10 +8,12 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import grpc
 import pytest
+from sglang.srt.mem_cache.base_prefix_cache import CacheRequestHandle
+from sglang.srt.mem_cache.hicache_storage import PoolTransfer
 
 from hicache.outcome import Outcome
 from tests.client.hicached import HicachedProcess, token_of
@@ -123,7 +125,7 @@ def test_without_a_fault_the_same_prefetch_finds_all(daemon: SmallDaemon, start:
 
 
 @pytest.mark.parametrize("model", [mha, gdn])
-def test_host_pages_that_the_store_may_still_write_are_given_to_nobody_until_it_lets_go(
+def test_br_103_host_pages_that_the_store_may_still_write_are_given_to_nobody_until_it_lets_go(
     daemon: SmallDaemon, start: Start, model: Callable[[], Device]
 ) -> None:
     config = extra_config(daemon.address, deadline_s=DEADLINE_S, allocator="shm")
@@ -192,7 +194,7 @@ def test_states_that_are_missing_make_the_whole_prefix_a_miss(
     assert keep
 
 
-def test_states_that_cannot_be_read_make_the_whole_prefix_a_miss(
+def test_br_138_states_that_cannot_be_read_make_the_whole_prefix_a_miss(
     hicached: HicachedProcess, start: Start, revision: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config = extra_config(hicached.address, token=token_of(0), model_revision=revision)
@@ -219,7 +221,7 @@ def all_there(pages: int) -> object:
 
 
 @pytest.mark.parametrize("sent", [signal.SIGKILL, signal.SIGSTOP])
-def test_hicached_dies_or_freezes_while_it_serves_and_is_used_again_afterwards(
+def test_br_038_hicached_dies_or_freezes_while_it_serves_and_is_used_again_afterwards(
     tmp_path: Path, start: Start, sent: signal.Signals
 ) -> None:
     process = HicachedProcess(tmp_path)
@@ -290,7 +292,7 @@ def test_a_flipped_byte_and_a_truncated_object_are_misses(tmp_path: Path, start:
         process.end()
 
 
-def test_a_full_store_refuses_pages_and_the_engine_goes_on(daemon: SmallDaemon, start: Start) -> None:
+def test_br_082_a_full_store_refuses_pages_and_the_engine_goes_on(daemon: SmallDaemon, start: Start) -> None:
     daemon.faults.outcomes = lambda outcomes: bytes([Outcome.NO_SPACE] * len(outcomes))
     engine = start(gdn(), extra_config(daemon.address))
     engine.connect()
@@ -313,3 +315,79 @@ def test_an_engine_starts_and_serves_while_hicached_is_away(tmp_path: Path, star
     engine.close()
     wait_until(lambda: storage_threads() == threads, what="the end of the threads")
     wait_until(lambda: not open_descriptors() - descriptors, what="the end of the descriptors")
+
+
+def test_one_call_about_several_pools_has_one_deadline(daemon: SmallDaemon, start: Start) -> None:
+    engine = start(gdn(), extra_config(daemon.address, deadline_s=DEADLINE_S))
+    engine.connect()
+    group = engine.cache.host_pool_group
+    moved = [
+        PoolTransfer(
+            name, host_indices=group.alloc(group.get_entry(name).host_pool.page_size, pool=name), keys=["0" * 64]
+        )
+        for name in ("kv", "mamba")
+    ]
+    assert engine.storage.batch_set_v2(moved) == {"kv": [True], "mamba": [True]}
+    asked: list[float] = []
+    pages = engine.storage._pages
+    assert pages is not None
+    get = pages.get
+
+    def late(items: Any, *, deadline_s: float) -> Any:
+        asked.append(deadline_s)
+        return get(items, deadline_s=deadline_s)
+
+    pages.get = late  # type: ignore[method-assign]
+    release = daemon.faults.hang(where="before_bytes", operation="get", times=100)
+    try:
+        assert engine.storage.batch_get_v2(moved) == {"kv": [False], "mamba": [False]}
+    finally:
+        release.set()
+        for each in moved:
+            group.free(each.host_indices, pool=each.name)
+    assert sum(asked) <= DEADLINE_S + 0.1
+    assert len(asked) == 1, "nothing is asked for when the time is over"
+
+
+def test_detaching_while_a_call_hangs_leaks_nothing(daemon: SmallDaemon, start: Start) -> None:
+    config = extra_config(daemon.address, deadline_s=DEADLINE_S, allocator="shm")
+    first = start(mha(), config)
+    first.connect()
+    first.compute(tokens(8))
+    first.settle()
+    threads, slots = set(storage_threads()), first.host_slots()
+    first.evict_everything()
+    slots = first.host_slots()
+    release = daemon.faults.hang(where="before_bytes", operation="get", times=100)
+    handle = CacheRequestHandle("hangs", 0)
+    first.cache.prefetch_from_storage(handle, first.match(tokens(8)).last_host_node, tokens(8), None)
+    wait_until(lambda: daemon.faults.hanging > 0, what="the call")
+    detached, text = first.cache.detach_storage_backend()
+    assert detached, text
+    assert threads
+    first.cache.release_aborted_request(handle)
+    release.set()
+    wait_until(lambda: not storage_threads(), what="the end of the threads")
+    wait_until(lambda: first.host_slots() == slots, what="the end of the holds")
+
+
+def test_br_051_requests_that_are_aborted_give_everything_back(daemon: SmallDaemon, start: Start) -> None:
+    config = extra_config(daemon.address, deadline_s=DEADLINE_S, allocator="shm")
+    engine = start(gdn(), config)
+    engine.connect()
+    engine.compute(tokens(8))
+    engine.settle()
+    engine.evict_everything()
+    slots = engine.host_slots()
+    release = daemon.faults.hang(where="before_bytes", operation="get", times=100)
+    for number in range(6):
+        handle = CacheRequestHandle(f"aborted {number}", 0)
+        engine.cache.prefetch_from_storage(handle, engine.match(tokens(8)).last_host_node, tokens(8), None)
+        for _ in range(number):
+            engine.step()
+        engine.cache.release_aborted_request(handle)
+        engine.step()
+    release.set()
+    engine.idle()
+    wait_until(lambda: engine.host_slots() == slots, what="the end of the holds")
+    assert wait_for_prefetch(engine) == 8 * PAGE_TOKENS

@@ -7,12 +7,15 @@ import contextlib
 import random
 import types
 from collections.abc import Iterator
+from dataclasses import replace
 from importlib.metadata import version
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang.srt.arg_groups import cuda_graph_hook, memory_hook
+from sglang.srt.arg_groups.model_overrides import qwen3_vl
 from sglang.srt.configs.kimi_linear import KimiLinearConfig
 from sglang.srt.configs.mamba_utils import (
     KimiLinearCacheParams,
@@ -24,7 +27,10 @@ from sglang.srt.configs.mamba_utils import (
 from sglang.srt.configs.qwen3_next import Qwen3NextConfig
 from sglang.srt.distributed.utils import get_pp_indices
 from sglang.srt.environ import envs
+from sglang.srt.layers.quantization.fp4_kv_cache_quant_method import NVFP4KVCacheMethod
 from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.model_executor import pool_configurator
+from sglang.srt.model_executor.cuda_graph_config import Backend
 from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator, HybridSWAPoolConfigurator
 from sglang.srt.runtime_context import get_context, get_parallel, get_schedule
 from sglang.srt.server_args import ServerArgs
@@ -32,10 +38,12 @@ from sglang.srt.server_args import ServerArgs
 from hicache.plan.capacity import work_out
 from hicache.plan.engine_flags import VERSIONS, engine_flags
 from hicache.plan.formula import Ledger
+from hicache.plan.hf_config import read_config
 from hicache.plan.machine import GIB, machine
 from hicache.plan.model import pipeline_stages
 from hicache.plan.presets import CONFIGS, model
 from hicache.plan.settings import Settings
+from hicache.plan.sizes import memory_fraction
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 CASES = 400
@@ -190,14 +198,21 @@ def test_the_stages_are_those_of_the_engine(layer_count: int) -> None:
         assert [(stage.start, stage.stop) for stage in pipeline_stages(layer_count, pp)] == stages
 
 
-@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-235b", "llama-3-70b", "kimi-k3", "qwen3-next-80b"])
-@pytest.mark.parametrize("tp", [1, 8])
-@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3"])
-def test_a_token_takes_the_bytes_of_the_engine(name: str, tp: int, dtype: str) -> None:
-    settings = Settings(model=model(name), machine=machine("b300-hgx"), tp=tp, kv_dtype=dtype, rest_bytes=64 * GIB)
+KV_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "fp8_e4m3": torch.float8_e4m3fn,
+    "fp8_ds_mla": torch.float8_e4m3fn,
+    "fp4_e2m1": torch.float4_e2m1fn_x2,
+}
+INDEX_DIM = 128
+
+
+def engine_cell_bytes(settings: Settings) -> int:
+    """Bytes of a token's row in the engine's pool of one rank, as the engine works them out."""
     [attention] = settings.model.attention
+    sparse = {"architectures": ["DeepseekV32ForCausalLM"], "index_topk": 2048, "index_head_dim": INDEX_DIM}
     config = SimpleNamespace(
-        hf_config=SimpleNamespace(architectures=["None"]),
+        hf_config=SimpleNamespace(**(sparse if attention.index_dim else {"architectures": ["None"]})),
         kv_lora_rank=attention.latent_dim,
         qk_rope_head_dim=attention.rope_dim,
         head_dim=attention.head_dim,
@@ -205,26 +220,121 @@ def test_a_token_takes_the_bytes_of_the_engine(name: str, tp: int, dtype: str) -
         get_num_kv_heads=lambda tp, dcp=1: max(1, attention.kv_heads // (tp // dcp)),
         context_len=settings.context,
         quantization=None,
+        num_hidden_layers=settings.model.layer_count,
     )
     me = SimpleNamespace(
         model_config=config,
-        kv_cache_dtype=torch.bfloat16 if dtype == "bfloat16" else torch.float8_e4m3fn,
+        kv_cache_dtype=KV_DTYPES[settings.kv_dtype],
+        kv_cache_dtype_str="nvfp4" if settings.kv_dtype == "fp4_e2m1" else "auto",
         use_mla_backend=attention.is_mla,
         server_args=SimpleNamespace(enable_hisparse=False),
         layer_info=SimpleNamespace(start_layer=0, end_layer=settings.model.layer_count),
         is_draft_worker=False,
+        device="cpu",
+        mambaish_config=None,
+        pp_size=1,
+        page_size=settings.page_tokens,
     )
     sizing = SimpleNamespace(
         kv_cache_dtype_str="auto", _compute_qsa_cell_size=DefaultPoolConfigurator._compute_qsa_cell_size
     )
+    sizing._compute_dsa_indexer_cell_size = types.MethodType(
+        DefaultPoolConfigurator._compute_dsa_indexer_cell_size, sizing
+    )
     with (
         get_context().override_server_args(),
         get_parallel().override(
-            tp_rank=0, pp_rank=0, tp_size=tp, moe_tp_size=tp, attn_tp_size=tp, attn_dcp_size=1, attn_dcp_rank=0
+            tp_rank=0,
+            pp_rank=0,
+            tp_size=settings.tp,
+            moe_tp_size=settings.tp,
+            attn_tp_size=settings.tp,
+            attn_dcp_size=settings.dcp,
+            attn_dcp_rank=0,
         ),
     ):
-        cell = DefaultPoolConfigurator._compute_cell_size(sizing, me, len(attention.layers))
-    assert cell == work_out(settings).kv.full_cell_bytes
+        return int(DefaultPoolConfigurator._compute_cell_size(sizing, me, len(attention.layers)))
+
+
+@pytest.mark.parametrize("name", ["deepseek-v3", "qwen3-235b", "llama-3-70b", "kimi-k3", "qwen3-next-80b"])
+@pytest.mark.parametrize(("tp", "dcp"), [(1, 1), (8, 1), (8, 2), (8, 8)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_e4m3", "fp4_e2m1"])
+def test_a_token_takes_the_bytes_of_the_engine(
+    name: str, tp: int, dcp: int, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """fp4 is that of kernels that read it as it is: those that unpack it for prefill keep scales twice."""
+    fp4 = KV_DTYPES["fp4_e2m1"]
+    monkeypatch.setattr(pool_configurator, "is_float4_e2m1fn_x2", lambda found: found == fp4)  # it asks for CUDA
+    monkeypatch.setattr(
+        NVFP4KVCacheMethod,
+        "configure_attention_backends_from_server_args",
+        lambda self, _: self.configure_attention_backends("trtllm_mha", "trtllm_mha"),
+    )
+    place = machine("b300-hgx")
+    settings = Settings(model=model(name), machine=place, tp=tp, dcp=dcp, kv_dtype=dtype, rest_bytes=64 * GIB)
+    assert engine_cell_bytes(settings) == work_out(settings).kv.full_cell_bytes
+
+
+@pytest.mark.parametrize("dcp", [1, 2, 8])
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8_ds_mla"])
+def test_an_indexer_takes_the_bytes_of_the_engine(dtype: str, dcp: int) -> None:
+    """Its keys are on every DCP rank; rows in fp8 are the packed ones of its kernels."""
+    shape = read_config({**CONFIGS["deepseek-v3"], "index_head_dim": INDEX_DIM}, name="sparse")
+    settings = Settings(model=shape, machine=machine("h200"), tp=8, dcp=dcp, kv_dtype=dtype, rest_bytes=64 * GIB)
+    assert engine_cell_bytes(settings) == work_out(settings).kv.full_cell_bytes
+
+
+@pytest.mark.parametrize("gpu_gb", [16, 24, 48, 85, 149, 270])
+@pytest.mark.parametrize("name", ["deepseek-v3", "llama-3-8b"])
+def test_the_fraction_is_never_above_the_default_of_the_engine(
+    name: str, gpu_gb: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_mla = model(name).attention[0].is_mla
+    for tp, dp in ((1, 1), (8, 1), (2, 4), (1, 8)):
+        place = replace(machine("b300-hgx"), gpu_gb=gpu_gb)
+        settings = Settings(model=model(name), machine=place, tp=tp, dp=dp, chunk_tokens=2048)
+        found, default = memory_fraction(settings, Ledger()), engine_fraction(settings, monkeypatch)
+        assert found <= max(0, default), settings
+        assert not is_mla or found == max(0, min(0.85, default)), settings
+
+
+def engine_fraction(settings: Settings, monkeypatch: pytest.MonkeyPatch) -> float:
+    """What the engine sets where `--mem-fraction-static` is not given."""
+    graphs = {phase: SimpleNamespace(max_bs=None, bs=None, backend=Backend.FULL) for phase in ("decode", "prefill")}
+    arguments = SimpleNamespace(
+        attn_dp_size=settings.dp,
+        chunked_prefill_size=settings.chunk_tokens,
+        cuda_graph_config=SimpleNamespace(**graphs),
+        device="cuda",
+        disaggregation_mode="null",
+        enable_symm_mem=False,
+        language_model_only=False,
+        language_only=False,
+        max_running_requests=settings.max_running_requests,
+        max_total_tokens=None,
+        mem_fraction_static=None,
+        model_path="m",
+        moe_a2a_backend="none",
+        pp_size=settings.pp,
+        tp_size=settings.tp * settings.dp,
+    )
+    answers: dict[str, Any] = {
+        "attn_dp_enabled_of": lambda _: settings.dp > 1,
+        "declare_resolution": lambda _, __, **fields: vars(arguments).update(fields),
+        "get_device_memory_capacity": lambda _: settings.machine.gpu_bytes / 2**20,
+        "model_config_of": lambda _: SimpleNamespace(is_multimodal=False),
+        "post_capture_kv_sizing_planned": lambda _: False,
+        "reserve_for_deepep_a2a_mb": lambda _: 0,
+        "resolved_view": lambda _: arguments,
+        "resolving_view": lambda _: arguments,
+        "use_mla_backend": lambda _: settings.model.attention[0].is_mla,
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(memory_hook, name, answer)
+    monkeypatch.setattr(cuda_graph_hook, "generate_decode_cuda_graph_batch_sizes", lambda _, largest: [largest])
+    monkeypatch.setattr(qwen3_vl, "expand_multimodal_decode_graph_to_running_limit", lambda *_: None)
+    memory_hook.handle_gpu_memory_settings(arguments)
+    return float(arguments.mem_fraction_static)
 
 
 def test_windows_take_the_tokens_of_the_engine() -> None:

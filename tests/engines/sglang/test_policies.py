@@ -51,7 +51,7 @@ def test_every_prefetch_policy_reads_what_every_write_policy_wrote(
 
 
 @pytest.mark.parametrize("policy", POLICIES)
-def test_a_store_that_hangs_holds_no_request_whatever_the_policy(
+def test_br_034_a_store_that_hangs_holds_no_request_whatever_the_policy(
     daemon: SmallDaemon, start: Start, policy: str
 ) -> None:
     config = extra_config(daemon.address, deadline_s=0.3, prefetch_timeout_base=0.1, prefetch_timeout_per_ki_token=0.0)

@@ -92,7 +92,7 @@ def mha_pool(layout: str, *, v_head_dim: int = 16) -> Any:
     )
 
 
-def dsa_pools(layout: str) -> dict[str, Any]:
+def dsa_pools(layout: str, *, allocator: str = "default") -> dict[str, Any]:
     """Its kernels want pages of 64 tokens."""
     with server(extra_config("unix:///nowhere.sock")):
         device = DSATokenToKVPool(
@@ -119,8 +119,13 @@ def dsa_pools(layout: str) -> dict[str, Any]:
         start_layer=0,
         end_layer=3,
         target_layer_num=3,
+        allocator_type=allocator,
     )
-    return {"kv": anchor, "indexer": DSAIndexerPoolHost(make_dsa_indexer_pool_decl(device), anchor, pin_memory=False)}
+    indexer = make_dsa_indexer_pool_decl(device)
+    return {
+        "kv": anchor,
+        "indexer": DSAIndexerPoolHost(indexer, anchor, pin_memory=False, allocator_type=allocator),
+    }
 
 
 def paged_pool(name: str, layout: str) -> Any:
@@ -231,7 +236,7 @@ def test_pools_without_a_token_axis_are_shared_wherever_the_attention_pages_are(
         ]
 
 
-def test_an_anchor_without_bytes_has_no_pages_of_its_own(config: dict[str, Any]) -> None:
+def test_br_100_an_anchor_without_bytes_has_no_pages_of_its_own(config: dict[str, Any]) -> None:
     pools = deepseek_v4_pools("page_first")
     with storage_of(config, pools) as storage:
         assert storage.batch_exists(KEYS) == 0
@@ -353,3 +358,37 @@ def test_a_pool_that_comes_later_and_has_larger_pages_is_served_too(config: dict
         draft.kv_buffer.zero_()
         assert storage.batch_get_v2([transfer("draft", draft, range(PAGES))]) == {"draft": [True] * PAGES}
         assert page_bytes(draft, 3) == before
+
+
+def test_br_077_a_key_twice_in_a_batch_and_an_empty_batch(config: dict[str, Any]) -> None:
+    pools = {"kv": mha_pool("page_first_direct")}
+    fill(pools)
+    twice, nothing = [KEYS[0], KEYS[1], KEYS[0]], torch.empty(0, dtype=torch.int64)
+    with storage_of(config, pools) as storage:
+        assert storage.batch_set_v1(twice, indices(pools["kv"], [0, 1, 0])) == [True] * 3
+        assert storage.batch_get_v1(twice, indices(pools["kv"], [2, 3, 4])) == [True] * 3
+        assert [page_bytes(pools["kv"], page) for page in (2, 3, 4)] == [
+            page_bytes(pools["kv"], page) for page in (0, 1, 0)
+        ]
+        assert storage.batch_set_v1([], nothing) == storage.batch_get_v1([], nothing) == []
+        assert storage.batch_get_v2([PoolTransfer("kv", host_indices=nothing, keys=None)]) == {"kv": []}
+        assert storage.batch_exists([]) == 0
+
+
+def test_br_067_pages_behind_a_gap_are_no_prefix(config: dict[str, Any]) -> None:
+    pools = {"kv": mha_pool("page_first_direct")}
+    with storage_of(config, pools) as storage:
+        assert all(storage.batch_set_v1(KEYS[2:], indices(pools["kv"], range(2, PAGES))))
+        assert storage.batch_exists(KEYS) == 0
+        assert all(storage.batch_set_v1(KEYS[:2], indices(pools["kv"], range(2))))
+        assert storage.batch_exists(KEYS) == PAGES
+
+
+def test_a_pool_that_is_registered_again_is_served_once(config: dict[str, Any]) -> None:
+    pools = {"kv": mha_pool("page_first_direct")}
+    with storage_of(config, pools) as storage:
+        assert storage._pages is not None
+        links = len(storage._pages._links)
+        storage.register_mem_host_pool_v2(pools["kv"], "kv")
+        assert len(storage._pages._links) == links
+        assert all(storage.batch_set_v1(KEYS, indices(pools["kv"], range(PAGES))))

@@ -69,7 +69,7 @@ def check_tenants(start: Start, config: dict[str, Any]) -> None:
     assert_equal(engine.load(tokens(8), salt="a"), computed)
 
 
-def test_a_tenant_finds_its_own_pages_and_nobody_elses(start: Start, config: dict[str, Any]) -> None:
+def test_br_017_a_tenant_finds_its_own_pages_and_nobody_elses(start: Start, config: dict[str, Any]) -> None:
     check_tenants(start, config)
 
 
@@ -155,7 +155,9 @@ def test_each_rank_finds_its_own_heads_and_states(
     check_rank(start, config, model)
 
 
-def test_a_rank_alone_finds_nothing_of_another_or_of_another_tp_size(start: Start, config: dict[str, Any]) -> None:
+def test_br_027_a_rank_alone_finds_nothing_of_another_or_of_another_tp_size(
+    start: Start, config: dict[str, Any]
+) -> None:
     write(run(start, mha(), config, tp_rank=0, tp_size=2))
     assert run(start, mha(), config, tp_rank=1, tp_size=2).prefetch(tokens(8)) == 0
     assert run(start, mha(), config, tp_rank=0, tp_size=1).prefetch(tokens(8)) == 0
