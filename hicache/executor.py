@@ -101,6 +101,7 @@ class Executor:
         self._lock = threading.Lock()
         self._settled = threading.Condition(self._lock)
         self._open: dict[str, set[PendingJob]] = {kind: set() for kind in _KINDS}
+        self._completed = 0
         self._is_closing = False
         self._close_lock = threading.Lock()
         self._closed_cleanly: bool | None = None
@@ -137,6 +138,12 @@ class Executor:
             return self._settled.wait_for(
                 lambda: wanted.isdisjoint(pending.job_id for pending in self._all_open()), timeout=timeout_s
             )
+
+    def wait_completed(self, *, beyond: int, timeout_s: float) -> int:
+        """Wait, for so long at the most, until more than ``beyond`` jobs have completed since start: how many have."""
+        with self._lock:
+            self._settled.wait_for(lambda: self._completed > beyond, timeout=timeout_s)
+            return self._completed
 
     def compute_here(self) -> None:
         """The calling thread computes from now on: whichever thread submits a copy, it is ordered against this one."""
@@ -251,6 +258,7 @@ class Executor:
             self._fault("on_complete", "job %d: the listener failed: %r", completion.job_id, error)
         with self._lock:
             self._open[pending.kind].discard(pending)
+            self._completed += 1
             self._settled.notify_all()
 
     def _fault(self, name: str, message: str, *values: object) -> None:

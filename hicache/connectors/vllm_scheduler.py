@@ -30,7 +30,8 @@ _SETTLE_S = 5.0  # many times what the copies of a whole prompt take
 class StepPlan:
     """What every worker is told of one engine step: its place among the copies, and what to report of loads.
 
-    ``fence``: a further step, without compute, that ends when nothing is read from blocks any more.
+    ``fence``: a further step, without compute, that ends when nothing is read from blocks any more. ``is_idle``: it
+    computes nothing, and what vLLM would compute waits for L3 or for copies.
     """
 
     number: int
@@ -38,6 +39,7 @@ class StepPlan:
     fence: tuple[int, tuple[int, ...]] | None = None
     received: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
+    is_idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ class SchedulerSide:
         self._events = events
         self._entries: dict[str, _Entry] = {}
         self._busy: dict[str, _Entry] = {}  # those with a load that vLLM waits for
+        self._has_waiting = False  # since the last step a request was told to wait for L3
         self._reused: set[int] = set()  # blocks that loads of the next step were given
         self._epoch: str | None = None
 
@@ -141,6 +144,7 @@ class SchedulerSide:
             return 0
         self.cache.prefetch(entry.record, beyond=computed)
         if not self.cache.is_ready(entry.record):
+            self._has_waiting = True
             return None
         page = self._geometry.page_tokens
         usable = self.cache.usable(entry.record, beyond=computed) // page * page
@@ -196,12 +200,14 @@ class SchedulerSide:
                 self._save(request_id, scheduled.get(request_id, 0), blocks_of, states.get(request_id, ()))
         fence = self.cache.step(reuses=None) if self._zeroes_early else None
         received, failed = self._settled()
+        has_waiting, self._has_waiting = self._has_waiting or bool(self._busy), False
         return StepPlan(
             step.number,
             tuple(step.after),
             None if fence is None else (fence.number, tuple(fence.after)),
             received,
             failed,
+            is_idle=has_waiting and not scheduled and not received,
         )
 
     def _load(self, entry: _Entry) -> None:

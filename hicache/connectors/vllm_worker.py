@@ -24,6 +24,10 @@ if TYPE_CHECKING:
 
 _LOG = logging.getLogger(__name__)
 
+# vLLM takes steps without a pause while requests wait, and its processes spin between them: on few cores the threads
+# that move the bytes, and hicached, would get none. What is waited for takes longer, and its end ends the pause.
+IDLE_STEP_S = 0.002
+
 
 @dataclass(frozen=True, slots=True)
 class Place:
@@ -93,6 +97,8 @@ class WorkerSide:
         self._end_step()
         if plan.fence is not None and (fence := self._entered(*plan.fence)) is not None:
             fence.close()
+        if plan.is_idle and self._worker is not None:
+            self._worker.pause(timeout_s=IDLE_STEP_S)
 
     def samples(self) -> Samples:
         """What its client of hicached has counted since start; nothing with another L3."""

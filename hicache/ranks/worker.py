@@ -76,6 +76,7 @@ class RankWorker:
         self._loop: LinkLoop | None = None  # from the leader's welcome on
         self._peer: Peer[ToWorker] | None = None
         self._silence_timeout_s = 0.0
+        self._jobs_seen = 0  # by ``pause``
         self._given_up = threading.Event()
         self._is_over = threading.Event()
         self._reason = ""
@@ -156,6 +157,12 @@ class RankWorker:
             yield
         finally:
             self._order.end()
+
+    def pause(self, *, timeout_s: float) -> None:
+        """For a step that computes nothing, after it: leave the processor to what is waited for, until a job has
+        completed here since the last pause, for so long at the most.
+        """
+        self._jobs_seen = self._executor.wait_completed(beyond=self._jobs_seen, timeout_s=timeout_s)
 
     def wait_layer(self, layer: int) -> None:
         """See ``HiCache.wait_layer``; needed in every step where the leader is ``layerwise``."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,9 @@ from typing import Any
 import pytest
 
 from hicache.backends.marker import MARKER_NAME
+from hicache.connectors import vllm_worker
 from hicache.copies import PoolCopies
+from hicache.embedded import EmbeddedL3
 from hicache.errors import ConfigError
 from hicache.slot_cache import SlotCache
 from tests.connectors.vllm_engine import MODELS, PAGE, VllmEngine
@@ -189,3 +193,44 @@ def test_a_hicached_that_is_away_does_not_stop_start_up_and_is_said_not_to_be_re
     live(engine, 10)
     assert engine.workers[0].samples()["l3_ready", "0"] == 0
     check_nothing_is_held(engine.cache, engine)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2])
+def test_while_requests_wait_for_l3_steps_leave_the_processor_to_those_that_bring_it(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tp_size: int
+) -> None:
+    lookup, go_on = EmbeddedL3.lookup, threading.Event()
+
+    def held(self: EmbeddedL3, *arguments: Any, **options: Any) -> Any:
+        assert go_on.wait(20)
+        return lookup(self, *arguments, **options)
+
+    l3 = f"file://{tmp_path}/l3?shared=1"
+    first = opened("dense", tp_size=tp_size, l3=l3, prefetch_mode="wait_complete")
+    first.submit("a", range(50))
+    first.run_to_end()
+    assert first.cache.flush(timeout_s=20)
+    monkeypatch.setattr(EmbeddedL3, "lookup", held)
+    engine = opened("dense", tp_size=tp_size, l3=l3, prefetch_mode="wait_complete")
+    waiting = engine.submit("a", range(50))
+
+    steps, began_s = 50, time.monotonic()
+    for _ in range(steps):
+        assert engine.side.matched(waiting.request, 0) is None
+        step_idly(engine)
+    assert time.monotonic() - began_s >= tp_size * steps * vllm_worker.IDLE_STEP_S
+
+    monkeypatch.setattr(vllm_worker, "IDLE_STEP_S", 60.0)  # longer than the test may take: what has come ends it
+    go_on.set()
+    while engine.side.matched(waiting.request, 0) is None:
+        step_idly(engine)
+    engine.run_to_end()
+    assert engine.tokens_loaded == 48
+    check_nothing_is_held(engine.cache, engine)
+
+
+def step_idly(engine: VllmEngine) -> None:
+    plan = engine.side.plan({}, lambda name: None, {}, [])
+    for worker in engine.workers:
+        worker.begin(plan)
+        worker.end(plan)

@@ -147,6 +147,27 @@ def test_a_request_waits_while_its_prefetch_is_worth_it() -> None:
     assert world.side.matched(request, 0) == 24
 
 
+def test_a_step_is_idle_when_nothing_is_computed_and_something_waits() -> None:
+    world = World()
+    computed(world, range(30))
+    assert not world.plan().is_idle, "nothing waits"
+    request = world.request("b", range(30))
+    world.cache.ready = False
+    assert world.side.matched(request, 0) is None
+    assert world.plan().is_idle
+    assert not world.plan().is_idle, "nobody has asked since"
+    assert world.side.matched(request, 0) is None
+    other = world.request("c", range(100, 130))
+    assert not world.compute(other, 30).is_idle
+    world.cache.ready = True
+    assert world.side.matched(request, 0) == 24
+    world.side.allocated(request, ([5, 6, 7],), 24)
+    assert world.plan().is_idle, "it is being loaded"
+    world.cache.records[1].load.done = True  # type: ignore[union-attr]
+    plan = world.plan()
+    assert (plan.received, plan.is_idle) == ({"b"}, False)
+
+
 def test_a_failed_load_is_told_once_and_not_tried_again() -> None:
     world = World()
     computed(world, range(30))
