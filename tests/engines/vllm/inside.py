@@ -14,6 +14,7 @@ from tests.engines.vllm.driver import Answer, Engine, greedy, prompt_of
 from tests.engines.vllm.rig import ANSWER_TOKENS
 
 NOT_HELD = "not held"
+BYTES_TOKENS = 8  # that ``bytes_of`` has the model answer
 
 
 def bytes_of(engine: Engine, *, prompt: list[int], tokens: int, salt: str | None = None) -> list[list[str]]:
@@ -24,7 +25,7 @@ def bytes_of(engine: Engine, *, prompt: list[int], tokens: int, salt: str | None
     request_id = f"bytes-{tokens}-{salt}"
     core = engine.llm.llm_engine
     prompt_with_salt = prompt_of({"prompt": prompt, "salt": salt})
-    core.add_request(request_id, prompt_with_salt, greedy(8))
+    core.add_request(request_id, prompt_with_salt, greedy(BYTES_TOKENS))
     held: list[list[int]] = []
     while core.has_unfinished_requests():
         core.step()

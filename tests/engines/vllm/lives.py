@@ -83,7 +83,7 @@ def check_loaded(engine: EngineProcess, stored: Stored) -> None:
     """The prompt comes from the store, but for its last page, and is answered as without a cache."""
     engine.reset()
     loaded = engine.ask(stored.turn.prompt)
-    assert loaded.external == RESTORED_TOKENS
+    assert loaded.external == RESTORED_TOKENS, f"{loaded.external} tokens were loaded, not {RESTORED_TOKENS}"
     assert loaded.tokens == stored.turn.answer, "loaded bytes give other tokens than computed ones"
 
 

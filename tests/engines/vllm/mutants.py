@@ -10,7 +10,6 @@ from vllm.v1.kv_cache_interface import MambaSpec
 
 from hicache.connectors import vllm_worker
 from hicache.connectors.vllm import HiCacheConnector
-from hicache.jobs import CopyKind
 
 
 class SkipsStates(HiCacheConnector):
@@ -76,16 +75,12 @@ class FailsLoads(HiCacheConnector):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         super().register_kv_caches(kv_caches)
-        executor = self._worker._worker._executor
-        copy_group = executor._copy_group
 
-        def failing(kind: CopyKind, group: int, items: Any) -> None:
-            if kind is CopyKind.LOAD:
-                type(self).loads_failed += 1
-                raise OSError("a copy that was made to fail")
-            copy_group(kind, group, items)
+        def failing(*arguments: Any, **options: Any) -> None:
+            type(self).loads_failed += 1
+            raise OSError("a copy that was made to fail")
 
-        executor._copy_group = failing
+        self._worker._worker._executor._copies.load = failing
 
 
 def _elsewhere(tensor: torch.Tensor) -> torch.Tensor:
