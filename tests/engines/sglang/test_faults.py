@@ -350,25 +350,36 @@ def test_one_call_about_several_pools_has_one_deadline(daemon: SmallDaemon, star
 
 
 def test_detaching_while_a_call_hangs_leaks_nothing(daemon: SmallDaemon, start: Start) -> None:
-    config = extra_config(daemon.address, deadline_s=DEADLINE_S, allocator="shm")
-    first = start(mha(), config)
-    first.connect()
-    first.compute(tokens(8))
-    first.settle()
-    threads, slots = set(storage_threads()), first.host_slots()
-    first.evict_everything()
-    slots = first.host_slots()
-    release = daemon.faults.hang(where="before_bytes", operation="get", times=100)
-    handle = CacheRequestHandle("hangs", 0)
-    first.cache.prefetch_from_storage(handle, first.match(tokens(8)).last_host_node, tokens(8), None)
-    wait_until(lambda: daemon.faults.hanging > 0, what="the call")
-    detached, text = first.cache.detach_storage_backend()
-    assert detached, text
-    assert threads
-    first.cache.release_aborted_request(handle)
-    release.set()
+    engine = start(mha(), extra_config(daemon.address, deadline_s=DEADLINE_S, allocator="shm"))
+    engine.connect()
+    engine.compute(tokens(8))
+    engine.settle()
+    engine.evict_everything()
+    slots = engine.host_slots()
+    begun, release = threading.Event(), threading.Event()
+
+    def hang(operation: str) -> None:
+        begun.set()
+        release.wait(20)
+
+    daemon.faults.before_bytes = hang
+    try:
+        handle = CacheRequestHandle("hangs", 0)
+        node = engine.match(tokens(8)).last_host_node
+        engine.cache.prefetch_from_storage(handle, node, tokens(8), None, None, None, None, None)
+
+        def is_hanging() -> bool:
+            engine.step()
+            return begun.is_set()
+
+        wait_until(is_hanging, what="the call")
+        detached, text = engine.cache.detach_storage_backend()
+        assert detached, text
+    finally:
+        release.set()
     wait_until(lambda: not storage_threads(), what="the end of the threads")
-    wait_until(lambda: first.host_slots() == slots, what="the end of the holds")
+    engine.cache.reset()
+    wait_until(lambda: engine.host_slots() == slots, what="the end of the holds")
 
 
 def test_br_051_requests_that_are_aborted_give_everything_back(daemon: SmallDaemon, start: Start) -> None:
@@ -382,7 +393,9 @@ def test_br_051_requests_that_are_aborted_give_everything_back(daemon: SmallDaem
     release = daemon.faults.hang(where="before_bytes", operation="get", times=100)
     for number in range(6):
         handle = CacheRequestHandle(f"aborted {number}", 0)
-        engine.cache.prefetch_from_storage(handle, engine.match(tokens(8)).last_host_node, tokens(8), None)
+        engine.cache.prefetch_from_storage(
+            handle, engine.match(tokens(8)).last_host_node, tokens(8), None, None, None, None, None
+        )
         for _ in range(number):
             engine.step()
         engine.cache.release_aborted_request(handle)
