@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import gzip
 import io
 import itertools
 import json
+import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import IO, BinaryIO, cast
 
 import numpy as np
 import zstandard
@@ -34,24 +37,28 @@ def read_mooncake_trace(path: str | Path, *, limit: int | None = None) -> Iterat
     Raises ConfigError for a file that is not there or cannot be read as text, and for a line that is not a request,
     with its number.
     """
+    for number, line in enumerate(itertools.islice(trace_lines(path), limit), start=1):
+        yield _parse(line, f"{path}:{number}")
+
+
+def trace_lines(path: str | Path) -> Iterator[str]:
+    """The lines of a text file, plain or packed (``.zst``, ``.gz``).
+
+    Raises ConfigError for a file that is not there or cannot be read as text.
+    """
     if not Path(path).is_file():
-        raise ConfigError("trace", str(path), "a file: a Mooncake trace, .jsonl or .jsonl.zst")
+        raise ConfigError("trace", str(path), "a file: a request trace, plain, .zst or .gz")
     try:
-        yield from _read(path, limit)
-    except (OSError, UnicodeDecodeError, zstandard.ZstdError) as error:
-        raise ConfigError("trace", str(path), f"a readable .jsonl or .jsonl.zst file in UTF-8 ({error})") from error
+        with open(path, "rb") as file:
+            yield from io.TextIOWrapper(_unpacked(file, str(path)), encoding="utf-8")
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError, zstandard.ZstdError) as error:
+        raise ConfigError("trace", str(path), f"a readable file in UTF-8, plain, .zst or .gz ({error})") from error
 
 
-def _read(path: str | Path, limit: int | None) -> Iterator[TraceRequest]:
-    with open(path, "rb") as file:
-        raw = (
-            zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX).stream_reader(file)
-            if str(path).endswith(".zst")
-            else file
-        )
-        lines = io.TextIOWrapper(raw, encoding="utf-8")
-        for number, line in enumerate(itertools.islice(lines, limit), start=1):
-            yield _parse(line, f"{path}:{number}")
+def _unpacked(file: BinaryIO, name: str) -> IO[bytes]:
+    if name.endswith(".zst"):
+        return zstandard.ZstdDecompressor(max_window_size=_WINDOW_BYTES_MAX).stream_reader(file)
+    return cast(IO[bytes], gzip.GzipFile(fileobj=file)) if name.endswith(".gz") else file
 
 
 def _parse(line: str, place: str) -> TraceRequest:
