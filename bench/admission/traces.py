@@ -89,14 +89,14 @@ class Prefixes:
 
     def __init__(self) -> None:
         self._numbers: dict[tuple[int, Any], int] = {}
-        self._latest: tuple[Sequence[Any], Sequence[int]] = ((), ())
+        self._latest: tuple[Sequence[Any], array[int]] = ((), array("I"))
         self.count = 0
 
     def numbers(self, ids: Sequence[Any], *, behind: int = -1) -> array[int]:
         """The number of each of ``ids``, which follow each other, the first one after the prefix ``behind``."""
         numbers = array("I")
         if behind < 0:
-            numbers = array("I", self._latest[1][: common(ids, self._latest[0])])
+            numbers = self._latest[1][: common(ids, self._latest[0])]
             behind = numbers[-1] if numbers else -1
         known = self._numbers
         for block in itertools.islice(ids, len(numbers), None):
@@ -112,7 +112,7 @@ class Prefixes:
     def forget(self) -> None:
         """What comes from here on shares nothing with what was before: the ids of the file have another scope."""
         self._numbers.clear()
-        self._latest = ((), ())
+        self._latest = ((), array("I"))
 
 
 def common(some: Sequence[Any], others: Sequence[Any]) -> int:
@@ -249,7 +249,9 @@ def _read_azure(name: str, lines: Iterable[str], path: str) -> Trace:
     rows = csv.reader(lines)
     header = tuple(next(rows, ()))
     if header != _AZURE_COLUMNS:
-        raise ConfigError(f"{path}:1", ",".join(header)[:80], f"a JSON object, or the columns {','.join(_AZURE_COLUMNS)}")
+        raise ConfigError(
+            f"{path}:1", ",".join(header)[:80], f"a JSON object, or the columns {','.join(_AZURE_COLUMNS)}"
+        )
     requests: list[TraceRequest] = []
     count, first_s = 0, None
     for number, row in enumerate(rows, start=2):

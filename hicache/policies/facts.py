@@ -23,17 +23,18 @@ class RequestFacts:
 
 @dataclass(frozen=True, slots=True)
 class EvictionFacts:
-    """One item that may be evicted: an object of one page, a state, or in a replay a run of pages without a branch."""
+    """What may be evicted: an object of one page, or a state. Of a run of pages those of its last page, which goes
+    first."""
 
+    key: Key
     now_s: float
     used_s: float  # when it was last used
-    used_at: int  # the order of last uses; of items that were used together the deeper one comes first
+    used_at: int  # the order of last uses; of what was used together the deeper one comes first
     born_at: int  # the order of publication in this tier, parents before children
     uses: int  # requests that have used it since then, the first one included
-    end_tokens: int  # from the start of the sequence to the end of the item
-    tokens: int  # of the item; of a state those that it saves to compute
+    end_tokens: int  # from the start of the sequence to its end
+    tokens: int  # of the page; of a state those that it saves to compute
     bytes: int
-    keys: Sequence[Key]  # of its pages, root first
     is_state: bool = False
     last: RequestFacts | None = None  # the request that used it last; None where nobody has told
 
