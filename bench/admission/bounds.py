@@ -1,4 +1,4 @@
-"""What no policy can beat: an infinite cache, Belady's rule with bypass, and a linear program weighted by what a hit saves.
+"""What no policy can beat: an infinite cache, Belady's rule with bypass, and a linear program of what hits save.
 
 The three hold for one tier whose pages are all of one size. Belady's rule is optimal for hits, not for what they save:
 the pages at the end of a long prompt save more attention than those at its start. The program bounds that from above,
@@ -58,9 +58,7 @@ def ceiling(trace: Trace, prefill: Prefill = prefill_8b_flops) -> Reached:
     return score.reached()
 
 
-def belady(
-    trace: Trace, capacity_pages: int, prefill: Prefill = prefill_8b_flops, *, bypass: bool = True
-) -> Reached:
+def belady(trace: Trace, capacity_pages: int, prefill: Prefill = prefill_8b_flops, *, bypass: bool = True) -> Reached:
     """Keep what is used next soonest; of one request that is its start, so no page outlives those before it.
 
     With ``bypass`` a page that is used later than all that are there is not taken in, nor one that is never used again.
@@ -209,8 +207,8 @@ def _solve(
     *,
     parents: bool,
 ) -> float:
-    from scipy.optimize import linprog
-    from scipy.sparse import coo_array
+    from scipy.optimize import linprog  # type: ignore[import-untyped]  # no stubs among the dependencies
+    from scipy.sparse import coo_array  # type: ignore[import-untyped]
 
     count, steps = len(intervals), len(trace.requests)
     if not count:

@@ -15,8 +15,8 @@ from typing import Any
 
 import msgspec
 
-from hicache.traces import MOONCAKE_BLOCK_TOKENS, text_lines
 from hicache.errors import ConfigError
+from hicache.traces import MOONCAKE_BLOCK_TOKENS, text_lines
 
 SESSION_GAP_S = 30.0  # mean time between the starts of sessions whose trace does not tell them
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")

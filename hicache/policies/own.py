@@ -5,9 +5,10 @@ One object is both the write policy and the eviction policy of a tier, which sha
     policy = Continuation()
     TierSpec("L3", pages, eviction=policy.eviction, write=lambda: policy)
 
-What a page is worth is its forecast rate of use, times what the prompt costs to compute per token, which grows with its
-length. The page that is worth least goes first; what is worth less than that is not written at all. A page that nobody
-uses when the rest of its request is used again, as a last page that is not full, is found out and not written either.
+A page is worth its forecast rate of use, times what a token at the end of its prompt costs to compute, which grows with
+the length: the end is what is left to a life, since others share the start. The page that is worth least goes first; what
+is not worth clearly more than that is not written. A last page that is not full, and so never used again with the others,
+is found out and not written either while room is short.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from hicache.policies.facts import EvictionFacts, Key, RequestFacts, SuffixFacts
 from hicache.policies.own_forecast import Forecast, Life
 
 _REMEMBERED_PAGES = 1 << 20
+_WRITE_MARGIN = 1.4  # a page that is worth less than so many times its victim is not worth the exchange
 _TAIL_SHARE = 0.25  # a last page that is used in fewer continuations is not worth writing
 
 
@@ -51,13 +53,14 @@ class Continuation:
         return True
 
     def admits(self, keys: Sequence[Key], facts: SuffixFacts) -> int:
-        """All or nothing: all pages of a request share its fate. Less the last one where last pages are not used."""
+        """All pages while there is room. Else all or none: they share a fate, but for a last one that nobody uses."""
         life = self._observe(facts.now_s, facts.request, facts.page_tokens) or self._life_of.get(keys[-1])
-        pages = len(keys) - (self._tails_used < _TAIL_SHARE * self._tails)
         if life is None or self._evictions is None or facts.victim() is None:
-            return pages
-        least = self._evictions.least(facts.now_s)
-        return pages if least is None or self.worth_of(life, facts.now_s) > least else 0
+            return len(keys)
+        least = self._evictions.least()
+        if least is not None and self.worth_of(life, facts.now_s) <= _WRITE_MARGIN * least:
+            return 0
+        return len(keys) - (self._tails_used < _TAIL_SHARE * self._tails)
 
     def _observe(self, now_s: float, request: RequestFacts | None, page_tokens: int) -> Life | None:
         """A request has touched pages: the lives that it goes on from end, and one begins."""
@@ -122,7 +125,7 @@ class Continuation:
 
     def worth_of(self, life: Life, now_s: float) -> float:
         """The same, of all that a life has left."""
-        return self._forecast.rate(life, now_s) * self._prefill(0, life.tokens) / max(1, life.tokens)
+        return self._forecast.rate(life, now_s) * self._prefill(life.tokens, life.tokens + 1)
 
     def used(self, facts: EvictionFacts) -> None:
         """A resident page is used by the next request. Ends lives where nobody tells of touches."""
@@ -207,7 +210,7 @@ class ContinuationEviction(Generic[Item]):
     def expired(self, now_s: float) -> Item | None:
         return None
 
-    def least(self, now_s: float) -> float | None:
+    def least(self) -> float | None:
         """What the first item is worth; None when there is none."""
         item = self.first()
         return None if item is None else self._policy.worth(self._items.facts(item))

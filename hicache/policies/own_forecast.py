@@ -1,15 +1,15 @@
 """A forecast: how likely, and how soon, what a request used will be used again, learned from what came before.
 
 A life is what one request used: it begins with it, and ends when another request uses at least half of what is left of
-it. Lives are told apart by who and what asked, how many tokens were new, how many turns came before, and how long the
-prompt is; for each such cell the chance to end is estimated by age, as in a life table: ends over lives at risk. A cell
+it. Lives are told apart by who and what asked, how many turns came before, how many tokens were new, and how long the
+prompt is; for each cell the chance to end is estimated by age, as in a life table: ends over lives at risk. A cell
 that has seen little is drawn to the one above it, which knows one trait less::
 
-    all ── tenant and kind ── new tokens ── turns before ── length
+    all ── tenant and kind ── turns before ── new tokens ── length
 
-A page is worth what it saves for the time that it takes room: over all times that one could wait for it from its age on,
-the best of P(used by then) / E(room taken until then). That is the rule of Gittins (1979); where the chance rises with
-age, as while a user reads the answer, it keeps what least recently used would drop.
+A life is worth its uses for the time that it takes room: over all times that one could wait from its age on, the best of
+P(used by then) / E(room taken until then). That is the rule of Gittins (1979); where the chance rises with age, as while a
+user reads the answer, it keeps what least recently used would drop.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ import numpy as np
 
 Array: TypeAlias = np.ndarray[Any, np.dtype[Any]]
 
-AGES_S = (0, 15, 30, 60, 90, 120, 180, 240, 360, 500, 700, 1000, 1500, 2500)
+AGES_S = (0, 15, 30, 60, 120, 240, 480, 960, 1920)
 _STARTS_S = np.array(AGES_S, float)
 _BORDERS_S = np.append(_STARTS_S, 7500.0)
 _WIDTHS_S = np.diff(_BORDERS_S)
-_PRIOR_LIVES = 20.0  # so many lives weighs the cell above
+_PRIOR_LIVES = 10.0  # so many lives weighs the cell above
 _PRIOR_MEDIAN_S = 60.0  # before anything was seen: half of all lives end, half of those within this time
-_REMEMBERED = 4096  # lives; a power of two
+_REMEMBERED = 8192  # lives; a power of two
 _FIT_EVERY = 128
 _VALUES = 64  # of each trait
 
@@ -53,7 +53,7 @@ class Life:
 
 
 class Forecast:
-    """Deterministic; remembers the last 4,096 lives, and is fitted to them after each 128: 10 to 40 us a request."""
+    """Deterministic; remembers the last 8,192 lives, and is fitted to them after each 128, more often at the start."""
 
     def __init__(self) -> None:
         self._started_s = np.zeros(_REMEMBERED)
@@ -67,12 +67,10 @@ class Forecast:
         self._root: Sequence[float] = ()
         self._fit(0.0)
 
-    def begin(
-        self, now_s: float, *, tenant: str, kind: str | None, tokens: int, new_tokens: int, turn: int
-    ) -> Life:
+    def begin(self, now_s: float, *, tenant: str, kind: str | None, tokens: int, new_tokens: int, turn: int) -> Life:
         """A request has used ``tokens``, of which ``new_tokens`` had never been asked for as far as is known."""
         group = self._groups.setdefault((tenant, kind), len(self._groups)) if len(self._groups) < _VALUES else 0
-        traits = (group, int(2 * math.log2(new_tokens + 1)), min(turn, 6), int(math.log2(tokens + 1)))
+        traits = (group, min(turn, 6), int(2 * math.log2(new_tokens + 1)), int(math.log2(tokens + 1)))
         codes, code = [], 1
         for trait in traits:
             code = code * _VALUES + min(trait, _VALUES - 1)
@@ -83,7 +81,7 @@ class Forecast:
         self._count += 1
         if self._count >= self._next_fit:
             self._fit(now_s)
-            self._next_fit = self._count + min(_FIT_EVERY, self._count)
+            self._next_fit = self._count + max(8, min(_FIT_EVERY, self._count // 16))
         return life
 
     def end(self, life: Life, now_s: float) -> None:
@@ -93,9 +91,8 @@ class Forecast:
         life.ended = True
 
     def rate(self, life: Life, now_s: float) -> float:
-        """Uses to come per second of room, at best; 0 for a life that has ended: what is left of it was passed by."""
-        if life.ended:
-            return 0.0
+        """Uses to come per second of room, at best. What is left of a life that has ended counts like one that has not,
+        as a second branch may follow."""
         if life.row_of != self._fits:
             known = (self._table[code] for code in reversed(life.codes) if code in self._table)
             life.row, life.row_of = next(known, self._root), self._fits
