@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -47,5 +47,5 @@ class SuffixFacts:
     first_page: int  # so many pages of the sequence come before them
     page_tokens: int
     page_bytes: int
-    victim: Callable[[], Key | None]  # the page that the tier below would evict for them; None while it has room
+    victim: Callable[[], bytes | None]  # the page that the tier below would evict for them; None while it has room
     request: RequestFacts | None = None
