@@ -21,8 +21,8 @@ from bench.admission.replay import TierSpec, replay
 from bench.admission.traces import SESSION_GAP_S, Trace, load_trace
 from bench.machine import machine_facts, write_json
 from hicache.errors import ConfigError
-from hicache.policies.eviction_choice import EVICTION_POLICIES, eviction_policy_of
-from hicache.policies.write import WRITE_POLICIES, write_policy_of
+from hicache.policies.eviction_choice import eviction_policy_of
+from hicache.policies.write import write_policy_of
 
 TRACES = Path(__file__).parent.parent / "trace_files"
 TRACES_DEFAULT = ("mooncake_conversation_trace.jsonl.zst", "mooncake_synthetic_trace.jsonl.zst")
@@ -59,7 +59,9 @@ class Task:
 
 
 @click.command()
-@click.option("--trace", "paths", metavar="FILE", multiple=True, help="Mooncake, Claude Code or Azure; may be repeated.")
+@click.option(
+    "--trace", "paths", metavar="FILE", multiple=True, help="Mooncake, Claude Code or Azure; may be repeated."
+)
 @click.option("--policies", metavar="LIST", help="EVICTION or EVICTION+WRITE, with commas between.")
 @click.option("--capacities", metavar="LIST", help="In tokens, such as 512k,3M; inf for no limit.")
 @click.option("--limit", type=click.IntRange(1), metavar="N", help="Only the first N requests, or sessions.")
