@@ -288,8 +288,9 @@ class ResidentTree:
             assert run.start < run.end, "no run is empty"
             assert run.parent is not None, "only the root has no parent"
             assert run.parent.end == run.start, "no page is here without the one before it"
-            assert run.parent is self._root or run.parent.path[run.start - 1] == run.path[run.start - 1]
-            assert run.parent.tick >= run.tick, "a parent is used whenever its child is"
+            if run.parent is not self._root:
+                assert run.parent.path[run.start - 1] == run.path[run.start - 1], "ids name whole prefixes"
+                assert run.parent.tick >= run.tick, "a parent is used whenever its child is"
             assert run.is_parked != (run in self._policy), "each item waits to be evicted, or is parked"
             assert run.children or not run.is_parked, "nothing is parked with nothing below it"
             assert all(run.path[run.end - 1] == child.path[run.end - 1] for child in run.children.values())
