@@ -12,6 +12,8 @@ from hicache.errors import UsageError
 from hicache.keys import BlockKeys, FieldValue, chained_key
 from hicache.l3 import L3
 from hicache.policies import policy_of
+from hicache.policies.eviction import EvictionFactory
+from hicache.policies.eviction_choice import eviction_policy_of
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
 from hicache.policies.write import WritePolicy, write_policy_of
 from hicache.pools import L1Pool, L2Pool
@@ -51,6 +53,7 @@ class SlotCache:
         salt: bytes | None = None,
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
+        eviction: str | EvictionFactory = "lru",
         one_numbering: bool = False,
         ranks: Ranks | None = None,
         copies: str = "auto",
@@ -65,6 +68,7 @@ class SlotCache:
         self._prefetch_policy = policy_of("prefetch", prefetch, PrefetchPolicy)
         self._closed = False
         policy = write_policy_of(write_policy)
+        eviction_policy = eviction_policy_of(eviction)
         self._replica = Replica(spec, l1=l1, l2=l2, l3=l3, ranks=ranks, copies=copies)
         common = self._replica.common
         try:
@@ -75,7 +79,9 @@ class SlotCache:
                 ranks=spec.rank_count,
                 prefetch_threshold_tokens=self._prefetch_policy.threshold_tokens,
             )
-            self._directory = SlotDirectory(spec, config, write_policy=policy, one_numbering=one_numbering)
+            self._directory = SlotDirectory(
+                spec, config, write_policy=policy, eviction=eviction_policy, one_numbering=one_numbering
+            )
         except BaseException:
             self._replica.give_up()
             raise
@@ -91,6 +97,7 @@ class SlotCache:
         salt: bytes | None = None,
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
+        eviction: str | EvictionFactory = "lru",
         one_numbering: bool = False,
     ) -> Self:
         """The leader in a process without a rank, such as an engine's scheduler: every rank is a RankWorker.
@@ -106,6 +113,7 @@ class SlotCache:
             salt=salt,
             prefetch=prefetch,
             write_policy=write_policy,
+            eviction=eviction,
             one_numbering=one_numbering,
             ranks=ranks,
         )

@@ -10,6 +10,8 @@ from hicache.errors import ConfigError, UsageError
 from hicache.index import Index
 from hicache.jobbook import JobBook
 from hicache.jobs import Completion, Job
+from hicache.policies.eviction import EvictionFactory
+from hicache.policies.eviction_choice import lru
 from hicache.policies.write import WritePolicy, WriteThrough
 from hicache.prefetch import Prefetcher, PrefetchLimits
 from hicache.slot_loader import SlotLoader
@@ -43,6 +45,7 @@ class SlotDirectory:
         config: DirectoryConfig,
         *,
         write_policy: WritePolicy | None = None,
+        eviction: EvictionFactory = lru,
         one_numbering: bool = False,
     ) -> None:
         """``config.l1_slots`` are the engine's; with ``one_numbering`` those of all groups lie on the same bytes.
@@ -53,7 +56,12 @@ class SlotDirectory:
         self.stats = DirectoryStats(spec.object_bytes)
         none = (0,) * len(spec.groups)
         self.index = Index(
-            spec, (none, config.l2_slots), has_l3=config.has_l3, has_gaps=True, lost=self.stats.tokens_lost
+            spec,
+            (none, config.l2_slots),
+            has_l3=config.has_l3,
+            has_gaps=True,
+            lost=self.stats.tokens_lost,
+            eviction=eviction,
         )
         self._l1_slots = config.l1_slots
         self._jobs = JobBook(ranks=config.ranks)
@@ -132,6 +140,7 @@ class SlotDirectory:
     def tell_time(self, now_s: float) -> None:
         """By any clock that goes forward. Promises end by it."""
         self.index.now_s = now_s
+        self.index.expire()
         self._loader.expire()
 
     def open(self, keys: list[bytes], *, token_count: int) -> SlotRecord:

@@ -15,7 +15,7 @@ from hicache.errors import ConfigError
 from hicache.policies.eviction import EvictionFactory
 from hicache.policies.eviction_choice import eviction_policy_of
 from hicache.policies.eviction_kinds import dense_8b_flops
-from hicache.policies.facts import Key, RequestFacts, SuffixFacts
+from hicache.policies.facts import RequestFacts, SuffixFacts
 from hicache.policies.write import WritePolicy, write_policy_of
 
 KV_BYTES_8B = 131_072  # of one token of Llama-3.1-8B in bf16
@@ -62,11 +62,11 @@ class TierSpec:
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """What became of one request. ``loads`` in tokens, ``written`` in pages, by tier."""
+    """What became of one request."""
 
     usable_tokens: int
-    loads: tuple[tuple[str, int], ...]
-    written: tuple[tuple[str, int], ...]
+    taken: tuple[tuple[int, int], ...]  # by tier: pages [start, end) of the prefix that it gave
+    written: tuple[int, ...]  # by tier: pages that came in
 
 
 @dataclass(slots=True)
@@ -80,19 +80,19 @@ class TenantResult:
 
 @dataclass(slots=True)
 class TierResult:
-    """What one tier did. ``used_tokens`` are those of prompts that were taken from it."""
+    """What one tier did. Pages and bytes count from the start of the trace, tokens for the requests that are scored."""
 
     name: str
     capacity_pages: int | None
-    used_tokens: int = 0
-    pages_written: int = 0
-    bytes_written: int = 0
-    bytes_read: int = 0
-    pages_never_read: int = 0
-    pages_evicted: int = 0
-    pages_expired: int = 0
-    resident_tokens_mean: float = 0.0  # over time
-    resident_pages_max: int = 0
+    used_tokens: int  # of prompts, that were taken from it
+    pages_written: int
+    bytes_written: int
+    bytes_read: int
+    pages_never_read: int  # of those written
+    pages_evicted: int
+    pages_expired: int  # of those evicted
+    resident_tokens_mean: float  # over time
+    resident_pages_max: int
 
 
 @dataclass(slots=True)
@@ -128,12 +128,13 @@ class Result:
 class PrefixKeys(Sequence[bytes]):
     """Block keys of prefix ids: as good as random, like hashes, and made when somebody looks at them."""
 
-    def __init__(self, blocks: Sequence[int]) -> None:
+    def __init__(self, blocks: Sequence[int], start: int = 0) -> None:
         self._blocks = blocks
+        self._start = start
         self._keys: list[bytes] | None = None
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._blocks) - self._start
 
     @overload
     def __getitem__(self, index: int) -> bytes: ...
@@ -147,7 +148,7 @@ class PrefixKeys(Sequence[bytes]):
 
     def _made(self) -> list[bytes]:
         if self._keys is None:
-            ids = np.asarray(self._blocks, np.uint64)
+            ids = np.asarray(self._blocks[self._start :], np.uint64)
             mixed = np.stack([_mixed(2 * ids), _mixed(2 * ids + np.uint64(1))], axis=1).tobytes()
             self._keys = [mixed[start : start + 16] for start in range(0, len(mixed), 16)]
         return self._keys
@@ -174,40 +175,46 @@ class _Tier:
             run_pages_max=run_pages_max,
         )
         self.write = write_policy_of(spec.write if isinstance(spec.write, str) else spec.write())
-        self.result = TierResult(spec.name, spec.capacity_pages)
-        self.page_tokens = page_tokens
-        self.page_bytes = page_bytes
-        self.resident_page_s = 0.0
+        self.used_tokens = 0
+        self.resident_pages_max = 0
+        self._page_tokens = page_tokens
+        self._page_bytes = page_bytes
+        self._resident_page_s = 0.0
 
-    def tick(self, now_s: float) -> None:
+    def tick(self, now_s: float, passed_s: float) -> None:
         """Time goes on to ``now_s``."""
-        tree = self.tree
-        self.resident_page_s += tree.resident_pages * (now_s - tree.now_s)
-        tree.now_s = now_s
-        tree.expire()
+        self._resident_page_s += self.tree.resident_pages * passed_s
+        self.tree.now_s = now_s
+        self.tree.expire()
 
     def admitted(self, blocks: Sequence[int], here: int, request: RequestFacts) -> int:
         """How many pages of a path shall be here, of which ``here`` are."""
         if here == len(blocks):
             return here
-        keys = PrefixKeys(blocks[here:])
-        facts = SuffixFacts(self.tree.now_s, here, self.page_tokens, self.page_bytes, self._victim, request)
+        keys = PrefixKeys(blocks, here)
+        facts = SuffixFacts(self.tree.now_s, here, self._page_tokens, self._page_bytes, self._victim, request)
         return here + self.write.admits(keys, facts)
 
-    def _victim(self) -> Key | None:
+    def _victim(self) -> bytes | None:
         victim = self.tree.victim()
         return None if victim is None else PrefixKeys((victim,))[0]
 
-    def finish(self, span_s: float) -> TierResult:
-        """The result, after the last request."""
-        tree, counts, result = self.tree, self.tree.counts, self.result
-        result.pages_written, result.pages_evicted = counts.written, counts.evicted
-        result.pages_expired = counts.expired
-        result.bytes_written = counts.written * self.page_bytes
-        result.bytes_read = counts.read * self.page_bytes
-        result.pages_never_read = counts.never_read + tree.pages_unread()
-        result.resident_tokens_mean = self.resident_page_s * self.page_tokens / span_s if span_s else 0.0
-        return result
+    def result(self, span_s: float) -> TierResult:
+        """After the last request."""
+        counts = self.tree.counts
+        return TierResult(
+            name=self.name,
+            capacity_pages=self.tree.capacity_pages,
+            used_tokens=self.used_tokens,
+            pages_written=counts.written,
+            bytes_written=counts.written * self._page_bytes,
+            bytes_read=counts.read * self._page_bytes,
+            pages_never_read=counts.never_read + self.tree.pages_unread(),
+            pages_evicted=counts.evicted,
+            pages_expired=counts.expired,
+            resident_tokens_mean=self._resident_page_s * self._page_tokens / span_s if span_s else 0.0,
+            resident_pages_max=self.resident_pages_max,
+        )
 
 
 class Replayer:
@@ -244,93 +251,71 @@ class Replayer:
 
     def serve(self, request: TraceRequest, now_s: float | None = None) -> Served:
         """The next request, at its own time or, not before the one before it, ``now_s``."""
-        now_s = request.at_s if now_s is None else now_s
+        self._go_on_to(request.at_s if now_s is None else now_s)
+        blocks, block_tokens = request.blocks, self._block_tokens
+        here = [tier.tree.match(blocks) for tier in self.tiers]
+        taken = self._taken(request, here)
+        held = taken[-1][1]
+        usable_tokens = min(held * block_tokens, request.tokens)
+        new_tokens = max(0, request.tokens - max(here) * block_tokens)
+        facts = RequestFacts(self._now_s, request.tokens, new_tokens, request.tenant, request.kind, request.turn)
+        written = self._write(_path_of(request), here, taken, facts)
+        if self.is_scored:
+            self._score(request, taken, usable_tokens)
+        return Served(usable_tokens, tuple(taken), tuple(written))
+
+    def _go_on_to(self, now_s: float) -> None:
         if self._start_s is None:
             self._start_s = self._now_s = now_s
-            for tier in self.tiers:
-                tier.tree.now_s = now_s
         assert now_s >= self._now_s, f"time does not go back from {self._now_s} to {now_s}"
-        self._now_s = now_s
+        passed_s, self._now_s = now_s - self._now_s, now_s
         for tier in self.tiers:
-            tier.tick(now_s)
-        blocks = request.blocks
-        here = [tier.tree.match(blocks) for tier in self.tiers]
-        held, loads = self._taken(request, here)
-        usable_tokens = min(held * self._block_tokens, request.tokens)
-        facts = RequestFacts(
-            now_s,
-            request.tokens,
-            request.tokens - min(max(here) * self._block_tokens, request.tokens),
-            request.tenant,
-            request.kind,
-            request.turn,
-        )
-        path = blocks + type(blocks)(request.output_blocks) if request.output_blocks else blocks  # type: ignore
-        written = self._write(path, here, loads, facts)
-        if self.is_scored:
-            self._score(request, held, usable_tokens)
-        return Served(
-            usable_tokens,
-            tuple(
-                (tier.name, (end - start) * self._block_tokens)
-                for tier, (start, end) in zip(self.tiers, loads, strict=True)
-                if end > start
-            ),
-            written,
-        )
+            tier.tick(now_s, passed_s)
 
-    def _taken(self, request: TraceRequest, here: Sequence[int]) -> tuple[int, list[tuple[int, int]]]:
-        """How many pages are used, and ``[start, end)`` of those that each tier gives."""
+    def _taken(self, request: TraceRequest, here: Sequence[int]) -> list[tuple[int, int]]:
+        """``[start, end)`` of the pages that each tier gives to a request."""
         held, taken = 0, list[tuple[int, int]]()
         for tier, pages in zip(self.tiers, here, strict=True):
             end = max(held, pages)
             if held < pages and self._load is not None and tier is not self.tiers[0]:
-                tokens = self._load(
-                    tier.name,
-                    held * self._block_tokens,
-                    min(pages * self._block_tokens, request.tokens),
-                    request,
-                    self._now_s,
-                )
-                end = min(pages, held + -(-tokens // self._block_tokens))
+                size = self._block_tokens
+                tokens = self._load(tier.name, held * size, min(pages * size, request.tokens), request, self._now_s)
+                end = min(pages, held - (-tokens // size))
             taken.append((held, end))
-            if self.is_scored:
-                tokens_of = min(end * self._block_tokens, request.tokens) - min(
-                    held * self._block_tokens, request.tokens
-                )
-                tier.result.used_tokens += tokens_of
             held = end
-        return held, taken
+        return taken
 
     def _write(
         self, path: Sequence[int], here: Sequence[int], taken: Sequence[tuple[int, int]], facts: RequestFacts
-    ) -> tuple[tuple[str, int], ...]:
-        written: list[tuple[str, int]] = []
-        left: list[Gone] = []
+    ) -> list[int]:
+        """What was used or computed comes into the tiers. Returns how many pages came into each."""
+        written: list[int] = []
+        left: list[Gone] = []  # the tier above
         keys = PrefixKeys(path)
         for tier, pages, (start, end) in zip(self.tiers, here, taken, strict=True):
+            tree = tier.tree
             tier.write.touch(keys)
-            pages = tier.admitted(path, pages, facts)
-            came = tier.tree.use(path, pages, facts, reads_from=start if end > start else len(path))
-            for gone in left if tier.write.ahead_share else ():
-                came += tier.tree.use(gone.path, gone.end, None, reads_from=gone.end)
-            left = tier.tree.gone or []
-            if tier.tree.gone is not None:
-                tier.tree.gone = []
-            tier.result.resident_pages_max = max(tier.result.resident_pages_max, tier.tree.resident_pages)
-            if came:
-                written.append((tier.name, came))
-        return tuple(written)
+            came = tree.use(path, tier.admitted(path, pages, facts), facts, reads_from=start if end > start else pages)
+            if tier.write.ahead_share:
+                for gone in left:
+                    came += tree.use(gone.path, gone.end, None, reads_from=gone.end)
+            left, tree.gone = tree.gone or [], None if tree.gone is None else []
+            tier.resident_pages_max = max(tier.resident_pages_max, tree.resident_pages)
+            written.append(came)
+        return written
 
-    def _score(self, request: TraceRequest, held: int, usable_tokens: int) -> None:
-        result = self._result
+    def _score(self, request: TraceRequest, taken: Sequence[tuple[int, int]], usable_tokens: int) -> None:
+        result, size, tokens = self._result, self._block_tokens, request.tokens
+        for tier, (start, end) in zip(self.tiers, taken, strict=True):
+            tier.used_tokens += min(end * size, tokens) - min(start * size, tokens)
         result.requests += 1
         result.references += len(request.blocks)
         result.input_tokens += request.tokens
         result.usable_tokens += usable_tokens
-        result.hit_blocks += held
+        result.hit_blocks += taken[-1][1]
         result.gpu_s_total += self._costs.prefill_s(0, request.tokens)
-        result.gpu_s_saved += self._costs.prefill_s(0, usable_tokens)
+        if usable_tokens:
+            result.gpu_s_saved += self._costs.prefill_s(0, usable_tokens)
         tenant = result.by_tenant.setdefault(request.tenant, TenantResult())
         tenant.requests += 1
         tenant.input_tokens += request.tokens
@@ -339,8 +324,15 @@ class Replayer:
     def result(self) -> Result:
         """After the last request."""
         span_s = self._now_s - (self._start_s or 0.0)
-        self._result.tiers = [tier.finish(span_s) for tier in self.tiers]
+        self._result.tiers = [tier.result(span_s) for tier in self.tiers]
         return self._result
+
+
+def _path_of(request: TraceRequest) -> Sequence[int]:
+    """The blocks of a request after its answer. What decode completes follows whole blocks of the prompt."""
+    if not request.output_blocks:
+        return request.blocks
+    return (*request.blocks, *request.output_blocks)
 
 
 def replay(

@@ -71,13 +71,13 @@ def load_trace(
     first = next(lines, None)
     if first is None:
         raise ConfigError("trace", str(path), "a trace with at least one request")
-    lines = itertools.chain((first,), lines)
+    every = itertools.chain((first,), lines)
     name = Path(path).name.split(".")[0]
     if not first.lstrip().startswith("{"):
-        return _read_azure(name, lines, str(path))
+        return _read_azure(name, every, str(path))
     if '"requests"' in first:
-        return _read_sessions(name, lines, str(path), random.Random(seed), session_gap_s)
-    return _read_mooncake(name, lines, str(path))
+        return _read_sessions(name, every, str(path), random.Random(seed), session_gap_s)
+    return _read_mooncake(name, every, str(path))
 
 
 def _has_header(path: str | Path) -> int:
@@ -123,7 +123,7 @@ def common(some: Sequence[Any], others: Sequence[Any]) -> int:
     return bisect_left(range(1, length), x=True, key=lambda end: some[:end] != others[:end])
 
 
-# -- Mooncake ------------------------------------------------------------------------------------------------------------
+# -- Mooncake ----------------------------------------------------------------------------------------------------------
 
 
 class _Line(msgspec.Struct):
@@ -157,8 +157,8 @@ def _read_mooncake(name: str, lines: Iterable[str], path: str) -> Trace:
             raise ConfigError(f"{place}: block_size", size, f"{block_tokens}, as in the lines before it")
         block_tokens = size
         if line.input_length < 1 or len(line.hash_ids) != -(-line.input_length // size):
-            blocks = f"one for each {size} tokens begun, {-(-line.input_length // size)} of them, or another block_size"
-            raise ConfigError(f"{place}: hash_ids", len(line.hash_ids), blocks)
+            wanted = f"one for each {size} tokens begun, {-(-line.input_length // size)} of them, or another block_size"
+            raise ConfigError(f"{place}: hash_ids", len(line.hash_ids), wanted)
         blocks = prefixes.numbers(line.hash_ids)
         outputs = prefixes.numbers(line.output_hash_ids, behind=blocks[-1]) if line.output_hash_ids else ()
         requests.append(
@@ -186,7 +186,7 @@ def _session(line: _Line, sessions: dict[str | int, str]) -> str | None:
     return session
 
 
-# -- Claude Code ---------------------------------------------------------------------------------------------------------
+# -- Claude Code -------------------------------------------------------------------------------------------------------
 
 
 class _Call(msgspec.Struct):
@@ -241,7 +241,7 @@ def _calls(calls: Sequence[_Call], session: str, start_s: float, prefixes: Prefi
             turn += 1
 
 
-# -- Azure ---------------------------------------------------------------------------------------------------------------
+# -- Azure -------------------------------------------------------------------------------------------------------------
 
 
 def _read_azure(name: str, lines: Iterable[str], path: str) -> Trace:

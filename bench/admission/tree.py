@@ -60,8 +60,10 @@ class Counts:
 
 
 class ResidentTree:
-    """The pages of one tier: with each page all pages before it. Which leave is up to the eviction policy, of those that
-    nothing is below of and that the request under way does not use.
+    """The pages of one tier: with each page all pages before it.
+
+    The eviction policy says which pages leave, of those that have nothing below them and that the request under way
+    does not use.
 
     ``run_pages_max`` 1 makes each page an item of its own, as a policy may ask for with ``by_page``.
     """
@@ -87,6 +89,7 @@ class ResidentTree:
         self._policy = eviction(self)
         self._run_pages_max = 1 if self._policy.by_page else run_pages_max
         self._watches_use = self._policy.watches_use
+        self._walked: tuple[Sequence[int], tuple[Run, int, list[Run]]] = ((), (self._root, 0, []))  # by ``match``
         self._tick = 0
         self._births = 0
 
@@ -116,7 +119,8 @@ class ResidentTree:
 
     def match(self, blocks: Sequence[int]) -> int:
         """How many leading blocks are here. O(runs of the path)."""
-        return self._walk(blocks, len(blocks))[1]
+        self._walked = (blocks, self._walk(blocks, len(blocks)))
+        return self._walked[1][1]
 
     def _walk(self, blocks: Sequence[int], pages: int) -> tuple[Run, int, list[Run]]:
         """The deepest run that is wholly in ``blocks[:pages]``, the end of what is here of them, and the runs from the
@@ -135,14 +139,16 @@ class ResidentTree:
         there is room besides the path. Pages that are here from ``reads_from`` on are read. Returns how many came in.
         """
         self._tick += 1
-        run, here, path = self._walk(blocks, pages)
+        walked, found = self._walked
+        run, here, path = found if walked is blocks and found[1] <= pages else self._walk(blocks, pages)
+        self._walked = ((), found)
         if run.end < here:
             run = self._split(run.children[blocks[run.end]], here)
             path.append(run)
         self._note_use(path, request)
         if reads_from < here:
             self._note_reads(path, reads_from)
-        return self._extend(run, path, blocks, pages, request)
+        return self._extend(run, blocks, pages, request)
 
     def _note_use(self, path: list[Run], request: RequestFacts | None) -> None:
         tick, now_s = self._tick, self.now_s
@@ -161,21 +167,13 @@ class ResidentTree:
                 run.reads += 1
                 self.counts.read += run.end - max(run.start, start)
 
-    def _extend(
-        self, run: Run, path: list[Run], blocks: Sequence[int], pages: int, request: RequestFacts | None
-    ) -> int:
+    def _extend(self, run: Run, blocks: Sequence[int], pages: int, request: RequestFacts | None) -> int:
         missing = pages - run.end
         if missing <= 0:
             return 0
-        policy = self._policy
         if self.capacity_pages is not None and self.resident_pages + missing > self.capacity_pages:
-            for used in path:
-                policy.remove(used)
             self._make_room(missing)
             missing = min(missing, self.capacity_pages - self.resident_pages)
-            for used in path:
-                if not used.is_parked:
-                    policy.add(used)
         end = run.end + missing
         step = self._run_pages_max or missing
         for start in range(run.end, end, step or 1):
@@ -212,28 +210,33 @@ class ResidentTree:
     def _make_room(self, pages: int) -> None:
         """Evict until there is room for ``pages``, or nothing is left that may go."""
         assert self.capacity_pages is not None
-        policy = self._policy
+        policy, in_use = self._policy, list[Run]()
         while (short := self.resident_pages + pages - self.capacity_pages) > 0 and (run := policy.first()) is not None:
-            if run.children:
-                self._park(policy.pop())
+            if run.tick == self._tick:
+                policy.remove(run)
+                in_use.append(run)
+            elif run.children:
+                policy.remove(run)
+                run.is_parked = True
             elif run.end - run.start > short:
                 self._trim(run, short)
             else:
                 policy.pop()
                 self._drop(run)
+        for run in in_use:
+            policy.add(run)
 
     def expire(self) -> None:
         """Let go what the policy does not want to keep, though there is room."""
         while (run := self._policy.expired(self.now_s)) is not None:
+            self._walked = ((), self._walked[1])
             if run.children:
-                self._park(run)
+                self._policy.remove(run)
+                run.is_parked = True
             else:
+                self._policy.pop()
                 self.counts.expired += run.end - run.start
                 self._drop(run)
-
-    def _park(self, run: Run | None) -> None:
-        assert run is not None
-        run.is_parked = True
 
     def _trim(self, run: Run, pages: int) -> None:
         """The last ``pages`` of a run leave."""
@@ -248,7 +251,8 @@ class ResidentTree:
 
     def _drop(self, run: Run) -> None:
         parent = run.parent
-        assert parent is not None and not run.children, "children go before parents"
+        assert parent is not None, "the root does not go"
+        assert not run.children, "children go before parents"
         self._trim(run, run.end - run.start)
         del parent.children[run.path[run.start]]
         if not parent.children and parent.is_parked:
@@ -282,9 +286,11 @@ class ResidentTree:
         for run in self.runs():
             pages += run.end - run.start
             assert run.start < run.end, "no run is empty"
-            assert run.parent is not None and run.parent.end == run.start, "no page is here without the one before it"
-            assert run.parent is self._root or run.parent.path[run.start - 1] == run.path[run.start - 1]
-            assert run.parent.tick >= run.tick, "a parent is used whenever its child is"
+            assert run.parent is not None, "only the root has no parent"
+            assert run.parent.end == run.start, "no page is here without the one before it"
+            if run.parent is not self._root:
+                assert run.parent.path[run.start - 1] == run.path[run.start - 1], "ids name whole prefixes"
+                assert run.parent.tick >= run.tick, "a parent is used whenever its child is"
             assert run.is_parked != (run in self._policy), "each item waits to be evicted, or is parked"
             assert run.children or not run.is_parked, "nothing is parked with nothing below it"
             assert all(run.path[run.end - 1] == child.path[run.end - 1] for child in run.children.values())

@@ -9,14 +9,14 @@ from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 from hicache.policies.facts import EvictionFacts
 
 Item = TypeVar("Item")
-DescribedItem = TypeVar("DescribedItem", contravariant=True)
+Described_contra = TypeVar("Described_contra", contravariant=True)
 
 
 class EvictionPolicy(Protocol[Item]):
     """Holds the entries that may be evicted now. A used entry is removed, and added again when nobody uses it.
 
-    The engine keeps children from being stranded: an entry that was popped and may not go because of what is below it is
-    parked, and added again when that has gone. It was born when it was before, then.
+    The engine keeps children from being stranded: what may not go because of what is below it is removed, and added
+    again when that has gone.
 
     - ``watches_use``: ``used`` is called, and ``uses``, ``used_s`` and ``last`` of the facts are kept.
     - ``by_page``: pages that were always used together may still differ here. Else a replay may hold them as one item.
@@ -34,7 +34,7 @@ class EvictionPolicy(Protocol[Item]):
         ...
 
     def pop(self) -> Item | None:
-        """Take out the entry that shall go first; None when there is none."""
+        """Take out the entry that shall go first, which goes for good; None when there is none."""
         ...
 
     def first(self) -> Item | None:
@@ -46,7 +46,7 @@ class EvictionPolicy(Protocol[Item]):
         ...
 
     def expired(self, now_s: float) -> Item | None:
-        """Take out an entry that shall go though there is room; None when there is none. Never falls ``now_s``."""
+        """``first``, if it shall go though there is room; None otherwise. ``now_s`` never falls."""
         ...
 
     def __contains__(self, item: Item) -> bool: ...
@@ -54,14 +54,14 @@ class EvictionPolicy(Protocol[Item]):
     def __len__(self) -> int: ...
 
 
-class Describe(Protocol[DescribedItem]):
+class Describe(Protocol[Described_contra]):
     """What an engine tells of its items."""
 
-    def last_use(self, item: DescribedItem) -> int:
+    def last_use(self, item: Described_contra) -> int:
         """``used_at`` of its facts, and nothing else."""
         ...
 
-    def facts(self, item: DescribedItem) -> EvictionFacts:
+    def facts(self, item: Described_contra) -> EvictionFacts:
         """All that is known of it now."""
         ...
 

@@ -50,7 +50,7 @@ class Ttl(Ranked[Item]):
         item = self.first()
         if item is None or now_s - self._items.facts(item).used_s <= self.ttl_s:
             return None
-        return self.pop()
+        return item
 
 
 class Gdsf(Ranked[Item]):
@@ -94,10 +94,10 @@ class Gdsf(Ranked[Item]):
 class Marconi(Ranked[Item]):
     """Recency against the compute that a byte saves, for pages and for states of hybrid models.
 
-    An item that saves twice as much per byte may be idle ``doubling_s`` longer before it goes. States are priced by all
-    the tokens that they save to compute, and by their own bytes. Follows the idea of Marconi (MLSys 2025), which adds a
-    weighted recency and saving, normalised over all candidates: as a rank that is fixed at the last use it needs no look
-    at them.
+    An item that saves twice as much per byte may be idle ``doubling_s`` longer before it goes. States are priced by
+    all the tokens that they save to compute, and by their own bytes. Follows the idea of Marconi (MLSys 2025), which
+    weighs recency against saving, each normalised over all candidates: a rank that is fixed at the last use needs no
+    look at them.
     """
 
     by_page = True

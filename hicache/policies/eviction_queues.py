@@ -52,12 +52,6 @@ class _Place:
     credits: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class _Ghost:
-    born_at: int
-    place: _Place
-
-
 class TwoQueues(Generic[Item]):
     """Base of policies with a queue for what is new and one for what has proved itself, and memory of what has gone.
 
@@ -71,12 +65,12 @@ class TwoQueues(Generic[Item]):
         self._items = items
         self._places: dict[Item, _Place] = {}
         self._queues: tuple[Heap[Item], Heap[Item]] = (Heap(self._rank), Heap(self._rank))
-        self._ghosts: tuple[OrderedDict[Key, _Ghost], OrderedDict[Key, _Ghost]] = (OrderedDict(), OrderedDict())
+        self._ghosts: tuple[OrderedDict[Key, None], OrderedDict[Key, None]] = (OrderedDict(), OrderedDict())
         self._sequence = 0
 
     def add(self, item: Item) -> None:
         if item not in self._places:
-            self._places[item] = self._returned(facts := self._items.facts(item)) or self._born(facts)
+            self._places[item] = self._born(self._items.facts(item))
         self._queues[self._places[item].is_main].add(item)
         if len(self._places) > 2 * len(self) + 64:
             self._places = {known: place for known, place in self._places.items() if known in self}
@@ -91,8 +85,7 @@ class TwoQueues(Generic[Item]):
             return None
         place = self._places.pop(item)
         self.remove(item)
-        facts = self._items.facts(item)
-        self._ghosts[place.is_main][facts.key] = _Ghost(facts.born_at, place)
+        self._ghosts[place.is_main][self._items.facts(item).key] = None
         self._forget_ghosts()
         return item
 
@@ -119,15 +112,8 @@ class TwoQueues(Generic[Item]):
         raise NotImplementedError
 
     def _forget_ghosts(self) -> None:
+        """Keep as many as are of use."""
         raise NotImplementedError
-
-    def _returned(self, facts: EvictionFacts) -> _Place | None:
-        """The place of an item that was popped and did not go."""
-        for ghosts in self._ghosts:
-            if (ghost := ghosts.get(facts.key)) is not None and ghost.born_at == facts.born_at:
-                del ghosts[facts.key]
-                return ghost.place
-        return None
 
     def _new_place(self, facts: EvictionFacts, *, is_main: bool) -> _Place:
         self._sequence += 1
@@ -140,8 +126,8 @@ class TwoQueues(Generic[Item]):
 
 
 class Slru(TwoQueues[Item]):
-    """Segmented LRU: an item that is used again is protected; of protected ones, those least recently used lose that when
-    they are more than ``protected_share`` of all. (Karedla 1994)"""
+    """Segmented LRU: an item that is used again is protected. Of the protected ones, those that were used least
+    recently lose that when they are more than ``protected_share`` of all. (Karedla 1994)"""
 
     def __init__(self, items: Describe[Item], *, protected_share: float = 0.8) -> None:
         if not 0 < protected_share < 1:
@@ -167,13 +153,12 @@ class Slru(TwoQueues[Item]):
 
     def _forget_ghosts(self) -> None:
         for ghosts in self._ghosts:
-            while len(ghosts) > len(self) + 64:  # only those that are parked come back
-                ghosts.popitem(last=False)
+            ghosts.clear()
 
 
 class S3Fifo(TwoQueues[Item]):
-    """Three queues: what is new waits in a small one of ``small_share`` of all, and reaches the main one when it is used
-    ``touches`` times there, or again soon after it has gone; the main one passes over what was used. (Yang, SOSP 2023)
+    """Three queues: what is new waits in a small one of ``small_share`` of all, and reaches the main one when it is
+    used ``touches`` times there, or soon after it has gone; the main one passes over what was used. (Yang, SOSP 2023)
     """
 
     def __init__(self, items: Describe[Item], *, small_share: float = 0.1, touches: int = 1) -> None:
@@ -215,15 +200,16 @@ class S3Fifo(TwoQueues[Item]):
         return self._places[item].sequence
 
     def _born(self, facts: EvictionFacts) -> _Place:
-        was_here = self._ghosts[0].pop(facts.key, None) is not None
+        was_here = facts.key in self._ghosts[0]
+        self._ghosts[0].pop(facts.key, None)
         place = self._new_place(facts, is_main=was_here)
         place.uses = facts.uses if was_here else 1
         return place
 
     def _forget_ghosts(self) -> None:
-        for ghosts in self._ghosts:
-            while len(ghosts) > max(len(self._queues[1]), 64):
-                ghosts.popitem(last=False)
+        self._ghosts[1].clear()
+        while len(self._ghosts[0]) > max(len(self._queues[1]), 64):
+            self._ghosts[0].popitem(last=False)
 
 
 class Arc(TwoQueues[Item]):
@@ -256,8 +242,9 @@ class Arc(TwoQueues[Item]):
             self._target = min(self._size, self._target + max(1.0, len(often) / len(once)))
         elif facts.key in often:
             self._target = max(0.0, self._target - max(1.0, len(once) / len(often)))
-        was_here = once.pop(facts.key, None) or often.pop(facts.key, None)
-        place = self._new_place(facts, is_main=was_here is not None)
+        place = self._new_place(facts, is_main=facts.key in once or facts.key in often)
+        once.pop(facts.key, None)
+        often.pop(facts.key, None)
         place.uses = 1
         return place
 

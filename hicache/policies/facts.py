@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable
-from dataclasses import dataclass
 from typing import TypeAlias
+
+import msgspec
 
 Key: TypeAlias = Hashable  # a block key; the id of a prefix in a replay. Names a page also when that has gone
 
 
-@dataclass(frozen=True, slots=True)
-class RequestFacts:
+class RequestFacts(msgspec.Struct, frozen=True):
     """A request, as all that it uses remembers it: one object for all of them."""
 
     at_s: float
@@ -21,8 +21,7 @@ class RequestFacts:
     turn: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class EvictionFacts:
+class EvictionFacts(msgspec.Struct, frozen=True):
     """What may be evicted: an object of one page, or a state. Of a run of pages those of its last page, which goes
     first."""
 
@@ -39,13 +38,12 @@ class EvictionFacts:
     last: RequestFacts | None = None  # the request that used it last; None where nobody has told
 
 
-@dataclass(frozen=True, slots=True)
-class SuffixFacts:
+class SuffixFacts(msgspec.Struct, frozen=True):
     """Pages that follow each other in one sequence, are complete, and may go down a tier."""
 
     now_s: float
     first_page: int  # so many pages of the sequence come before them
     page_tokens: int
     page_bytes: int
-    victim: Callable[[], Key | None]  # the page that the tier below would evict for them; None while it has room
+    victim: Callable[[], bytes | None]  # the page that the tier below would evict for them; None while it has room
     request: RequestFacts | None = None
