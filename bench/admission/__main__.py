@@ -17,7 +17,10 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
+from bench.admission.bounds import compute_bounds
+from bench.admission.generator import agent_sessions
 from bench.admission.replay import TierSpec, replay
+from bench.admission.report import write_report
 from bench.admission.traces import SESSION_GAP_S, Trace, load_trace
 from bench.machine import machine_facts, write_json
 from hicache.errors import ConfigError
@@ -26,7 +29,10 @@ from hicache.policies.write import write_policy_of
 
 TRACES = Path(__file__).parent.parent / "trace_files"
 TRACES_DEFAULT = ("mooncake_conversation_trace.jsonl.zst", "mooncake_synthetic_trace.jsonl.zst")
-POLICIES_DEFAULT = "lru,lru+write_through_selective,lru+tiny_lfu,fifo,lfu,slru,s3_fifo,sieve,arc,gdsf,marconi,ttl"
+POLICIES_DEFAULT = (
+    "lru,lru+write_through_selective,lru+tiny_lfu,fifo,lfu,slru,s3_fifo,sieve,arc,gdsf,marconi,ttl,"
+    "continuation+continuation"
+)
 POLICIES_QUICK = "lru,lru+write_through_selective"
 CAPACITIES_DEFAULT = "0.5M,3M,10M,25M"
 _UNITS = {"k": 10**3, "M": 10**6, "G": 10**9}
@@ -70,6 +76,9 @@ class Task:
 @click.option("--warm", "warm_share", type=click.FloatRange(0, 0.99), default=0.0, help="Requests that do not count.")
 @click.option("--processes", type=click.IntRange(1, 256), metavar="N", help="As many as there are cores otherwise.")
 @click.option("--json", "json_path", metavar="FILE", help="Write everything as JSON; - for stdout.")
+@click.option("--bounds", is_flag=True, help="Also what no policy can beat: a linear program, of minutes; needs scipy.")
+@click.option("--report", metavar="DIR", help="Also an HTML page with plots, with Belady's rule; needs matplotlib.")
+@click.option("--agents", type=click.IntRange(1), metavar="N", help="Also N generated sessions of coding agents.")
 @click.option("--quick", is_flag=True, help="Two policies, Mooncake's conversations; ends within 45 s.")
 def main(
     paths: tuple[str, ...],
@@ -81,15 +90,25 @@ def main(
     warm_share: float,
     processes: int | None,
     json_path: str | None,
+    bounds: bool,
+    report: str | None,
+    agents: int | None,
     quick: bool,
 ) -> None:
     """Replay request traces: each policy at each capacity, in parallel processes."""
+    load_before = os.getloadavg()[0]
     console = Console(stderr=json_path == "-", width=None if sys.stdout.isatty() else 140)
     try:
         pairs = list(parse_policies(policies or (POLICIES_QUICK if quick else POLICIES_DEFAULT)))
         tokens = [parse_tokens(text) for text in (capacities or ("3M" if quick else CAPACITIES_DEFAULT)).split(",")]
-        files = paths or tuple(str(TRACES / name) for name in TRACES_DEFAULT[: 1 if quick else None])
+        files = (
+            paths or ()
+            if agents
+            else paths or tuple(str(TRACES / name) for name in TRACES_DEFAULT[: 1 if quick else None])
+        )
         traces = [load_trace(path, limit=limit, seed=seed, session_gap_s=session_gap_s) for path in files]
+        if agents:
+            traces.append(agent_sessions(agents, seed=seed, session_gap_s=session_gap_s))
     except ConfigError as error:
         raise click.UsageError(str(error)) from error
     tasks = [
@@ -100,15 +119,23 @@ def main(
     ]
     ceilings = [Task(number, "lru", "write_through", None, warm_share) for number in range(len(traces))]
     rows = run_all(traces, [*ceilings, *tasks], console, processes or os.cpu_count() or 1)
-    report = {
-        "machine": machine_facts(),
+    document: dict[str, Any] = {
+        "machine": machine_facts(load_before),
         "traces": [described(trace, row) for trace, row in zip(traces, rows, strict=False)],
         "runs": rows[len(traces) :],
+        "bounds": [
+            compute_bounds(trace, capacity // trace.block_tokens, solve=bounds)
+            for trace in traces
+            for capacity in tokens
+            if capacity is not None and (bounds or report)
+        ],
     }
     for trace, row in zip(traces, rows, strict=False):
-        console.print(table_of(trace, row, [run for run in report["runs"] if run["trace"] == trace.name]))
+        console.print(table_of(trace, row, [run for run in document["runs"] if run["trace"] == trace.name]))
     if json_path is not None:
-        write_json(json_path, report)
+        write_json(document, json_path)
+    if report is not None:
+        console.print(f"report: {write_report(document, report)}")
 
 
 def parse_policies(text: str) -> Iterator[tuple[str, str]]:

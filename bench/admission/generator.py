@@ -1,8 +1,8 @@
 """Sessions of coding agents, drawn so that their marginals are those published for real ones.
 
-Source: TraceLab (arXiv 2606.30560), about 4,300 sessions of two coding agents. A user's request is answered in steps; each
-step calls the model with all that came before and what was appended since: the user's words, or what tools gave. Drawn
-independently of each other, so nothing here knows which sessions go on longest, or that long prompts think longer.
+Source: TraceLab (arXiv 2606.30560), about 4,300 sessions of two coding agents. A user's request is answered in steps;
+each step calls the model with all that came before and what was appended since: the user's words, or what tools gave.
+Drawn independently of each other: nothing here knows which sessions go on longest, or that long prompts think longer.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def draw(quantiles: Quantiles, rng: random.Random) -> float:
     share = rng.random()
     place = min(bisect_right([below for below, _ in quantiles], share), len(quantiles) - 1)
     (low, at_low), (high, at_high) = quantiles[place - 1], quantiles[place]
-    return at_low * (at_high / at_low) ** ((share - low) / (high - low))
+    return at_low * math.pow(at_high / at_low, (share - low) / (high - low))
 
 
 @dataclass(slots=True)
@@ -69,7 +69,7 @@ def agent_sessions(
     tenants: int = 4,
     session_gap_s: float = SESSION_GAP_S,
 ) -> Trace:
-    """Sessions that start ``session_gap_s`` apart on average, each of one of the tenants. The same for the same seed."""
+    """Sessions that start ``session_gap_s`` apart on average, each of one tenant. The same for the same seed."""
     for name, value in (("sessions", sessions), ("block_tokens", block_tokens), ("tenants", tenants)):
         if type(value) is not int or value < 1:
             raise ConfigError(name, value, "a whole number of at least 1")

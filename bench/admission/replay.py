@@ -16,6 +16,7 @@ from hicache.policies.eviction import EvictionFactory
 from hicache.policies.eviction_choice import eviction_policy_of
 from hicache.policies.eviction_kinds import dense_8b_flops
 from hicache.policies.facts import RequestFacts, SuffixFacts
+from hicache.policies.own import Continuation
 from hicache.policies.write import WritePolicy, write_policy_of
 
 KV_BYTES_8B = 131_072  # of one token of Llama-3.1-8B in bf16
@@ -167,14 +168,18 @@ class _Tier:
 
     def __init__(self, spec: TierSpec, *, page_tokens: int, page_bytes: int, run_pages_max: int | None) -> None:
         self.name = spec.name
+        eviction, write = spec.eviction, spec.write
+        if eviction == write == "continuation":  # one object that does both
+            policy = Continuation()
+            eviction, write = policy.eviction, lambda: policy
         self.tree = ResidentTree(
             spec.capacity_pages,
             page_tokens=page_tokens,
             page_bytes=page_bytes,
-            eviction=eviction_policy_of(spec.eviction),
+            eviction=eviction_policy_of(eviction),
             run_pages_max=run_pages_max,
         )
-        self.write = write_policy_of(spec.write if isinstance(spec.write, str) else spec.write())
+        self.write = write_policy_of(write if isinstance(write, str) else write())
         self.used_tokens = 0
         self.resident_pages_max = 0
         self._page_tokens = page_tokens

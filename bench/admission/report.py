@@ -28,12 +28,12 @@ class Plot(NamedTuple):
     draw: Callable[[Document, str, Any], bool]  # of one trace into axes; False where it has no figures
 
 
-def write_report(json_path: str | Path, folder: str | Path) -> Path:
-    """Draw all plots of the JSON at ``json_path`` into ``folder``, which is made; returns the path of the page.
+def write_report(source: str | Path | Document, folder: str | Path) -> Path:
+    """Draw all plots of a run, or of its JSON file, into ``folder``, which is made; returns the path of the page.
 
     Raises ConfigError where the file is not the JSON of a run.
     """
-    document = _read(Path(json_path))
+    document = source if isinstance(source, dict) else _read(Path(source))
     target = Path(folder)
     target.mkdir(parents=True, exist_ok=True)
     drawn = [(plot, _save(plot, document, target / f"{plot.name}.png")) for plot in PLOTS]
@@ -55,8 +55,8 @@ def _read(path: Path) -> Document:
 
 
 def _save(plot: Plot, document: Document, path: Path) -> bool:
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # type: ignore[import-not-found,unused-ignore]
+    from matplotlib.figure import Figure  # type: ignore[import-not-found,unused-ignore]
 
     traces = [trace["name"] for trace in document["traces"]]
     figure = Figure(figsize=(11, 4.2 * max(1, len(traces))), layout="constrained")
@@ -76,7 +76,7 @@ def _save(plot: Plot, document: Document, path: Path) -> bool:
     return has_figures
 
 
-# -- plots ---------------------------------------------------------------------------------------------------------------
+# -- plots -------------------------------------------------------------------------------------------------------------
 
 
 def policy_name(run: Document) -> str:
@@ -109,7 +109,7 @@ def _by_policy(document: Document, trace: str) -> Iterator[tuple[str, list[Docum
 
 
 def _bounds(document: Document, trace: str) -> list[Document]:
-    bounds = (bound for bound in document.get("bounds", ()) if bound["trace"] == trace)
+    bounds = (bound for bound in document.get("bounds") or () if bound["trace"] == trace)
     return sorted(bounds, key=lambda bound: int(bound["capacity_tokens"]))
 
 
@@ -198,7 +198,7 @@ def _ttl(document: Document, trace: str, axes: Any) -> bool:
 
 
 def _break_even(document: Document, trace: str, axes: Any) -> bool:
-    table = document.get("break_even")
+    table: Document | None = document.get("break_even")
     if not table:
         return False
     needed = [
@@ -235,11 +235,11 @@ PLOTS = (
         "break_even", "Where loading pays", "A tier above the line loads a prefix faster than the GPU computes it.",
         _break_even,
     ),
-    Plot("speed", "Time to the first token against throughput", "Right and below is better; they can disagree.", _speed),
+    Plot("speed", "Time to the first token and throughput", "Right and below is better; they can disagree.", _speed),
 )  # fmt: skip
 
 
-# -- the page ------------------------------------------------------------------------------------------------------------
+# -- the page ----------------------------------------------------------------------------------------------------------
 
 
 def _page(document: Document, drawn: list[tuple[Plot, bool]]) -> str:

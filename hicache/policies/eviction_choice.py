@@ -9,6 +9,7 @@ from hicache.errors import ConfigError
 from hicache.policies.eviction import Describe, EvictionFactory, EvictionPolicy, Lru
 from hicache.policies.eviction_kinds import Fifo, Gdsf, Lfu, Marconi, TailTrim, Ttl
 from hicache.policies.eviction_queues import Arc, RandomLeaf, S3Fifo, Sieve, Slru
+from hicache.policies.own import ContinuationEviction
 
 
 def lru(items: Describe[Any]) -> EvictionPolicy[Any]:
@@ -30,6 +31,7 @@ EVICTION_POLICIES: dict[str, EvictionFactory] = {
     "ttl": Ttl,
     "tail_trim": TailTrim,
     "random_leaf": RandomLeaf,
+    "continuation": ContinuationEviction,
 }
 
 

@@ -5,10 +5,10 @@ One object is both the write policy and the eviction policy of a tier, which sha
     policy = Continuation()
     TierSpec("L3", pages, eviction=policy.eviction, write=lambda: policy)
 
-A page is worth its forecast rate of use, times what a token at the end of its prompt costs to compute, which grows with
-the length: the end is what is left to a life, since others share the start. The page that is worth least goes first; what
-is not worth clearly more than that is not written. A last page that is not full, and so never used again with the others,
-is found out and not written either while room is short.
+A page is worth its forecast rate of use, times what a token at the end of its prompt costs to compute, which grows
+with the length: the end is what is left to a life, since others share the start. The page that is worth least goes
+first; what is not worth clearly more than that is not written. A last page that is not full, and so never used again
+with the others, is found out and not written either while room is short.
 """
 
 from __future__ import annotations

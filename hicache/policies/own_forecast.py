@@ -7,9 +7,9 @@ that has seen little is drawn to the one above it, which knows one trait less::
 
     all ── tenant and kind ── turns before ── new tokens ── length
 
-A life is worth its uses for the time that it takes room: over all times that one could wait from its age on, the best of
-P(used by then) / E(room taken until then). That is the rule of Gittins (1979); where the chance rises with age, as while a
-user reads the answer, it keeps what least recently used would drop.
+A life is worth its uses for the time that it takes room: over all times that one could wait from its age on, the best
+of P(used by then) / E(room taken until then). That is the rule of Gittins (1979); where the chance rises with age, as
+while a user reads the answer, it keeps what least recently used would drop.
 """
 
 from __future__ import annotations

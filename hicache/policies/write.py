@@ -16,6 +16,7 @@ from typing import Protocol
 
 from hicache.errors import ConfigError
 from hicache.policies.facts import SuffixFacts
+from hicache.policies.own import Continuation
 from hicache.policies.touches import TouchCounts
 
 
@@ -166,6 +167,7 @@ WRITE_POLICIES: dict[str, Callable[[], WritePolicy]] = {
     "tiny_lfu": TinyLfu,
     "byte_budget": ByteBudget,
     "depth_cut": DepthCut,
+    "continuation": Continuation,
 }
 
 
