@@ -159,7 +159,8 @@ def regrets(document: Document, trace: str) -> dict[str, list[tuple[int, float, 
             bound = bounds.get(run["capacity_tokens"])
             if bound is not None and bound["belady"]["saved_share"]:
                 low = bound["belady"]["saved_share"]
-                high = max(low, bound.get("upper", bound["ceiling"])["saved_share"])
+                above: Document = bound.get("upper") or bound["ceiling"]
+                high = max(low, above["saved_share"])
                 saved = saved_share(run)
                 found.setdefault(name, []).append((run["capacity_tokens"], 1 - saved / low, 1 - saved / high))
     return found
