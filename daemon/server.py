@@ -39,6 +39,7 @@ from hicache.daemon.readings import (
     tenant_readings,
     thread_readings,
 )
+from hicache.daemon.recorder import TraceRecorder
 from hicache.daemon.reload import resize_when_asked
 from hicache.daemon.service import HiCachedService
 from hicache.daemon.sessions import Sessions
@@ -111,6 +112,16 @@ class Daemon:
         self._snapshot: StoreSnapshot | None = None
         self.metrics = Metrics(version=daemon_version(), backend=config.backend)
 
+    def _open_recorder(self) -> TraceRecorder | None:
+        config = self._config
+        if not config.trace_file:
+            return None
+        recorder = TraceRecorder(
+            config.trace_file, bytes_max=config.trace_bytes_max, block_tokens=config.trace_block_tokens
+        )
+        self._stages.callback(recorder.close)
+        return recorder
+
     async def start(self) -> Ready:
         """Returns once clients are served. Raises ConfigError, StorageInUse or BackendError."""
         config = self._config
@@ -137,6 +148,7 @@ class Daemon:
             ),
             watches=Watches(storage, step_timeout_s=config.call_timeout_s_max),
             metrics=self.metrics,
+            recorder=self._open_recorder(),
         )
         server = GrpcServer(config, service, sessions, bulk)
         self._stages.push_async_callback(server.stop)

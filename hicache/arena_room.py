@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from hicache.arena import Arena, ArenaLayout
 from hicache.node import Entry, Node, Tier
-from hicache.policies.eviction import EvictionPolicy, Lru
+from hicache.policies.eviction import EvictionFactory, Lru
 from hicache.room import Room, Tree, WrittenRule
 from hicache.slots import slot_of
 from hicache.spec import CacheSpec
@@ -44,7 +44,7 @@ class ArenaRoom(Room):
         layout: ArenaLayout,
         written: WrittenRule,
         *,
-        eviction: Callable[[Callable[[Entry], int]], EvictionPolicy[Entry]],
+        eviction: EvictionFactory,
         tree: Tree,
     ) -> None:
         groups = range(len(spec.groups))

@@ -15,6 +15,8 @@ from hicache.keys import BlockKeys, FieldValue, Tokens, token_array
 from hicache.l3 import L3
 from hicache.loader import Load
 from hicache.policies import policy_of
+from hicache.policies.eviction import EvictionFactory
+from hicache.policies.eviction_choice import eviction_policy_of
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy, write_policy_of
@@ -46,6 +48,7 @@ class HiCache:
         salt: bytes | None = None,
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
+        eviction: str | EvictionFactory = "lru",
         snapshot_policy: SnapshotPolicy | None = None,
         double_buffering: bool = False,
         layerwise: bool = False,
@@ -83,7 +86,11 @@ class HiCache:
                 layerwise=layerwise,
             )
             self._directory = Directory(
-                spec, config, write_policy=write_policy_of(write_policy), snapshot_policy=snapshot_policy
+                spec,
+                config,
+                write_policy=write_policy_of(write_policy),
+                snapshot_policy=snapshot_policy,
+                eviction=eviction_policy_of(eviction),
             )
         except BaseException:
             self._replica.give_up()
@@ -109,6 +116,7 @@ class HiCache:
         device: str = "cpu",
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
+        eviction: str | EvictionFactory = "lru",
         snapshot_policy: SnapshotPolicy | None = None,
         double_buffering: bool = False,
         layerwise: bool = False,
@@ -121,7 +129,8 @@ class HiCache:
         ``l3`` is an address (``unix:///run/hicache/hicached.sock``, ``tcp://host:port``), a backend to open in this
         process (``lmdb:///path``, ``file:///path``, of ``l3_capacity_bytes``), or None. ``salt`` keeps what the
         engine's own tenants may not share apart; ``token`` is what hicached knows the engine by. ``write_policy`` is
-        ``write_through``, ``write_through_selective``, ``write_back``, or one of hicache.policies.write.
+        ``write_through``, ``write_through_selective``, ``write_back``, or one of hicache.policies.write; ``eviction`` a
+        name of hicache.policies.eviction_choice, or what makes such policies (docs/policies.md).
         ``double_buffering`` says that the engine reads states from ``Request.state_source``: they are not copied within
         L1 then. ``layerwise`` says that its forward calls ``wait_layer`` for each layer: ``load`` returns when the
         copies are on their way then. ``copies`` is the back end between L1 and L2: ``reference``, ``direct``,
@@ -135,7 +144,7 @@ class HiCache:
         With a spec of several ranks this is the leader and rank 0: it waits at ``ranks`` for a RankWorker of each other
         rank. Raises ConfigError when settings contradict each other, ask for more than there is, or ranks do not come.
         """
-        policy = write_policy_of(write_policy)
+        policy, eviction_policy = write_policy_of(write_policy), eviction_policy_of(eviction)
         settings = MemorySettings(
             l1_pages=l1_pages,
             l1_state_slots=l1_state_slots,
@@ -159,6 +168,7 @@ class HiCache:
                 salt=salt,
                 prefetch=prefetch,
                 write_policy=policy,
+                eviction=eviction_policy,
                 snapshot_policy=snapshot_policy,
                 double_buffering=double_buffering,
                 layerwise=layerwise,
@@ -178,6 +188,7 @@ class HiCache:
         salt: bytes | None = None,
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
+        eviction: str | EvictionFactory = "lru",
         snapshot_policy: SnapshotPolicy | None = None,
         double_buffering: bool = False,
         layerwise: bool = False,
@@ -195,6 +206,7 @@ class HiCache:
             salt=salt,
             prefetch=prefetch,
             write_policy=write_policy,
+            eviction=eviction,
             snapshot_policy=snapshot_policy,
             double_buffering=double_buffering,
             layerwise=layerwise,

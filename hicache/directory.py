@@ -13,6 +13,9 @@ from hicache.jobbook import JobBook
 from hicache.jobs import Completion, Job
 from hicache.loader import Load, Loader
 from hicache.node import Keep, Tier
+from hicache.policies.eviction import EvictionFactory
+from hicache.policies.eviction_choice import lru
+from hicache.policies.facts import RequestFacts
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy, WriteThrough
 from hicache.prefetch import Prefetcher, PrefetchLimits
@@ -72,6 +75,7 @@ class Directory:
         *,
         write_policy: WritePolicy | None = None,
         snapshot_policy: SnapshotPolicy | None = None,
+        eviction: EvictionFactory = lru,
     ) -> None:
         self.spec = spec
         policy = write_policy or WriteThrough()
@@ -83,6 +87,7 @@ class Directory:
             has_l3=config.has_l3,
             spares_unwritten=policy.ahead_share > 0,
             lost=self.stats.tokens_lost,
+            eviction=eviction,
         )
         self._jobs = JobBook(ranks=config.ranks)
         self._writer = Writer(
@@ -187,6 +192,9 @@ class Directory:
         record.keep = self.index.keep(keys, pages)
         self.index.touch(record.keep.entries)
         self.index.now_s = now_s
+        record.facts = RequestFacts(now_s, token_count, token_count - pages * self.spec.page_tokens)
+        self.index.note_use(record.keep, record.facts)
+        self.index.expire()
         self._writer.confirm(self.index.path(keys, pages))
         record.local_tokens = self._tokens_by_tier(pages, record.keep)
         self.stats.requests += 1
@@ -322,12 +330,15 @@ class Directory:
 
         Returns whether more pages may go down because of that.
         """
-        keys = record.keys[record.touched_pages : record.published_pages]
+        first_page = record.touched_pages
+        keys = record.keys[first_page : record.published_pages]
         record.touched_pages = record.published_pages
-        return bool(keys) and self._writer.touch(keys)
+        return bool(keys) and self._writer.touch(keys, first_page=first_page)
 
     def _write(self, record: RequestRecord) -> None:
-        record.written_pages += self._writer.write(record.keys[record.written_pages : record.published_pages])
+        first_page = record.written_pages
+        keys = record.keys[first_page : record.published_pages]
+        record.written_pages += self._writer.write(keys, first_page=first_page)
 
     def _keep_up(self) -> None:
         if self._write_ahead is not None:
@@ -354,7 +365,8 @@ class Directory:
             node = self.index.obtain(record.keys, page)
             entry = node.entries[Tier.L1][group]
             if entry is None:
-                entry = self.index.publish(node, Tier.L1, group, self.index.pools[Tier.L1][group].hold(handle))
+                handle = self.index.pools[Tier.L1][group].hold(handle)
+                entry = self.index.publish(node, Tier.L1, group, handle, request=record.facts)
             if not self.index.rule.full_mask >> group & 1:
                 record.keep.entries.append(self.index.pin(entry))
 

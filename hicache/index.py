@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Protocol
 
@@ -12,10 +12,12 @@ from hicache.arena import ArenaLayout
 from hicache.arena_room import ArenaRoom
 from hicache.node import Entry, Keep, Node, Tier
 from hicache.page_changes import PageChange, PageChanges, Place
-from hicache.policies.eviction import EvictionPolicy, Lru
+from hicache.policies.eviction import EvictionFactory
+from hicache.policies.eviction_choice import lru
+from hicache.policies.facts import RequestFacts
 from hicache.prefix import PrefixRule
 from hicache.room import Room, WrittenRule
-from hicache.spec import CacheSpec
+from hicache.spec import CacheSpec, StateGroup
 
 
 class WriteAhead(Protocol):
@@ -47,7 +49,7 @@ class Index:
         has_gaps: bool = False,
         spares_unwritten: bool = False,
         lost: Counter[str] | None = None,
-        eviction: Callable[[Callable[[Entry], int]], EvictionPolicy[Entry]] = Lru,
+        eviction: EvictionFactory = lru,
     ) -> None:
         self.rule = PrefixRule(spec)
         self.nodes: dict[bytes, Node] = {}
@@ -71,6 +73,9 @@ class Index:
         self._full_groups = tuple(group for group, reach in enumerate(spec.reach_pages) if reach is None)
         self._pending: dict[Node, int] = {}  # holds that have come and gone and are not yet counted in ``Node.held``
         self.group_count = len(spec.groups)
+        self.page_tokens = spec.page_tokens
+        paged = (g for g, group in enumerate(spec.groups) if not isinstance(group, StateGroup))
+        self.page_bytes = sum(spec.object_bytes[group] for group in paged) or sum(spec.object_bytes)
         self._tick = 0
 
     # -- nodes -------------------------------------------------------------------------------------------------------
@@ -166,11 +171,15 @@ class Index:
 
     # -- entries -----------------------------------------------------------------------------------------------------
 
-    def publish(self, node: Node, tier: Tier, group: int, handle: int) -> Entry:
-        """A complete copy lies in ``handle``, which the entry takes over from the caller. There was none before."""
+    def publish(self, node: Node, tier: Tier, group: int, handle: int, *, request: RequestFacts | None = None) -> Entry:
+        """A complete copy lies in ``handle``, which the entry takes over from the caller. There was none before.
+
+        ``request`` has computed it.
+        """
         assert node.entries[tier][group] is None, "an object is published once in a tier"
         self.published += 1
-        entry = Entry(node, tier, group, handle)
+        entry = Entry(node, tier, group, handle, born_at=self.published, now_s=self.now_s)
+        entry.last = request
         entry.used_at = self._tick
         node.entries[tier][group] = entry
         node.masks[tier] |= 1 << group
@@ -240,6 +249,18 @@ class Index:
             for copies in used.node.entries:
                 if (entry := copies[used.group]) is not None:
                     entry.used_at = self._tick
+
+    def note_use(self, keep: Keep, request: RequestFacts) -> None:
+        """A request has found what it keeps. Free, unless the eviction policy watches use: then O(pages)."""
+        if not self._room.watches_use:
+            return
+        for node in path_from(keep.path):
+            for group in self._full_groups:
+                for copies in node.entries:
+                    if (entry := copies[group]) is not None:
+                        self._room.note_use(entry, request)
+        for entry in keep.entries:
+            self._room.note_use(entry, request)
 
     def touch_path(self, node: Node | None) -> None:
         """The full-attention objects of the path that ends at ``node`` are in use now, in whichever tiers they are."""
@@ -312,6 +333,18 @@ class Index:
             node = node.parent
 
     # -- space -------------------------------------------------------------------------------------------------------
+
+    def expire(self) -> None:
+        """Evict what the policy does not want to keep for so long, though there is room."""
+        if self._room.watches_use:
+            self.settle()
+            self._room.expire()
+
+    def victim(self) -> bytes | None:
+        """The page that would be evicted from L2 for another one; None while there is room, or nothing may go."""
+        self.settle()
+        entry = self._room.victim(Tier.L2, self._full_groups[0] if self._full_groups else 0)
+        return None if entry is None else entry.node.key
 
     def acquire(self, tier: Tier, group: int, count: int, *, patient: bool = False) -> list[int] | None:
         """``count`` slots, after evicting as much as that takes; None, when even that is not enough.

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import IntEnum
 
+from hicache.policies.facts import RequestFacts
+
 
 class Tier(IntEnum):
     """Where a copy lies inside this engine."""
@@ -16,15 +18,19 @@ class Tier(IntEnum):
 class Entry:
     """The published copy of one object (page, group) in one tier. The entry holds its slot; a pin forbids eviction."""
 
-    __slots__ = ("group", "handle", "node", "pins", "tier", "used_at")
+    __slots__ = ("born_at", "group", "handle", "last", "node", "pins", "tier", "used_at", "used_s", "uses")
 
-    def __init__(self, node: Node, tier: Tier, group: int, handle: int) -> None:
+    def __init__(self, node: Node, tier: Tier, group: int, handle: int, *, born_at: int, now_s: float) -> None:
         self.node = node
         self.tier = tier
         self.group = group
         self.handle = handle
         self.pins = 0
         self.used_at = 0  # the tick of its last use; of full-attention groups that of the page counts instead
+        self.born_at = born_at  # how many had been published when it was
+        self.used_s = now_s  # this and what follows only where the eviction policy watches use
+        self.uses = 1  # requests that found it, and the one that made it
+        self.last: RequestFacts | None = None  # the one of them that came last
 
 
 class Node:

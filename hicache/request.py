@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hicache.node import Entry, Keep
+from hicache.policies.facts import RequestFacts
 from hicache.prefetch import Prefetch
 
 
@@ -27,6 +28,7 @@ class RequestRecord:
     preparing: bool = False  # spares are being emptied
     has_surplus: bool = False  # too many snapshots on its path were in use when one more was taken
     keep: Keep = field(default_factory=Keep)  # what it keeps from eviction
+    facts: RequestFacts | None = None  # what eviction policies are told of it
     prefetch: Prefetch | None = None
     lost: set[tuple[int, int]] = field(default_factory=set)  # (page, group) whose load failed for this request
     local_tokens: dict[str, int] = field(default_factory=dict)  # what match found, by tier

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from hicache.entry_facts import EntryFacts
 from hicache.node import Entry, Node, Tier
-from hicache.policies.eviction import EvictionPolicy
+from hicache.policies.eviction import EvictionFactory, EvictionPolicy
+from hicache.policies.facts import RequestFacts
 from hicache.slots import SlotPool, Slots
 from hicache.spec import CacheSpec
-
-_DEPTH_BITS = 24
 
 
 class Tree(Protocol):
     """What the pages lie in that are evicted here."""
+
+    now_s: float
 
     def retract(self, entry: Entry) -> None:
         """The copy is no more; its slot is released."""
@@ -54,7 +56,7 @@ class Room:
         capacities: tuple[tuple[int, ...], tuple[int, ...]],
         written: WrittenRule,
         *,
-        eviction: Callable[[Callable[[Entry], int]], EvictionPolicy[Entry]],
+        eviction: EvictionFactory,
         tree: Tree,
     ) -> None:
         self.pools: tuple[tuple[Slots, ...], ...] = tuple(
@@ -73,9 +75,11 @@ class Room:
         self._has_below = (any(capacities[Tier.L2]), written.has_l3)
         self._full_mask = full_mask
         self._tree = tree
-        self._last_uses = tuple(_last_path_use if reach is None else _last_use for reach in spec.reach_pages)
-        self._eviction = tuple(tuple(eviction(last_use) for last_use in self._last_uses) for _ in Tier)
-        self._unwritten = tuple(tuple(eviction(last_use) for last_use in self._last_uses) for _ in Tier)
+        entries = tuple(EntryFacts(spec, group, tree) for group in range(len(spec.groups)))
+        self._last_uses = tuple(facts.last_use for facts in entries)
+        self._eviction = tuple(tuple[EvictionPolicy[Entry], ...](map(eviction, entries)) for _ in Tier)
+        self._unwritten = tuple(tuple[EvictionPolicy[Entry], ...](map(eviction, entries)) for _ in Tier)
+        self.watches_use = any(policy.watches_use for policy in self._eviction[Tier.L1])
         self._parked: tuple[tuple[dict[Entry, None], ...], ...] = tuple(tuple({} for _ in spec.groups) for _ in Tier)
 
     def is_short(self, tier: Tier, group: int, count: int) -> bool:
@@ -108,6 +112,20 @@ class Room:
     def written(self, tier: Tier, group: int) -> int:
         """Slots that are free, or whose entry may be evicted and is not spared."""
         return self.pools[tier][group].free_count + len(self._eviction[tier][group])
+
+    def victim(self, tier: Tier, group: int) -> Entry | None:
+        """What would be evicted for one more slot; None while there is room, or nothing may go alone."""
+        if self.pools[tier][group].free_count:
+            return None
+        return self._eviction[tier][group].first() or self._unwritten[tier][group].first()
+
+    def note_use(self, entry: Entry, request: RequestFacts) -> None:
+        """A request has found ``entry``. To be called where ``watches_use``."""
+        for queues in (self._eviction, self._unwritten):
+            queues[entry.tier][entry.group].used(entry)
+        entry.uses += 1
+        entry.used_s = request.at_s
+        entry.last = request
 
     # -- what may be evicted -----------------------------------------------------------------------------------------
 
@@ -163,7 +181,8 @@ class Room:
 
     def next_unwritten(self, tier: Tier, group: int) -> Entry | None:
         """Take the unwritten entry out that would be evicted first. The caller pins it, and unpins it when it likes."""
-        if (entry := self._unwritten[tier][group].pop()) is not None:
+        if (entry := self._unwritten[tier][group].first()) is not None:
+            self._unwritten[tier][group].remove(entry)
             return entry
         parked = self._parked[tier][group]
         for entry in parked:
@@ -184,6 +203,14 @@ class Room:
 
     # -- eviction ----------------------------------------------------------------------------------------------------
 
+    def expire(self) -> None:
+        """Evict what the policy does not want to keep, though there is room."""
+        for tier in Tier:
+            for group in range(len(self._last_uses)):
+                for queue in (self._eviction[tier][group], self._unwritten[tier][group]):
+                    while queue.expired(self._tree.now_s) is not None and self._evict_oldest(queue):
+                        pass
+
     def _make_room(self, tier: Tier, group: int) -> bool:
         """Evict what shall go first, so that one slot more is free, or closer to it. False when nothing may go."""
         return self._evict_one(tier, group)
@@ -197,15 +224,18 @@ class Room:
 
     def _evict_oldest(self, queue: EvictionPolicy[Entry]) -> bool:
         """Evict the first one of a queue that can go without anything below its page; park those before it."""
-        while (entry := queue.pop()) is not None:
+        while (entry := queue.first()) is not None:
             node = entry.node
             if not self._is_last(entry):
+                queue.pop()
                 self._evict(entry)
                 self._tree.prune(node)
                 return True
             if not node.children and not self._is_kept(node):
+                queue.pop()
                 self._drop([node])
                 return True
+            queue.remove(entry)
             self._parked[entry.tier][entry.group][entry] = None
             node.has_parked = True
         return False
@@ -282,13 +312,3 @@ class Room:
                 self._evict(entry)
             if copies:  # else it has gone with the last page below it, or is none of those that go
                 self._tree.prune(node)
-
-
-def _last_use(entry: Entry) -> int:
-    """Within one tick the deeper page is the older one, so that children go before parents."""
-    return (entry.used_at << _DEPTH_BITS) - entry.node.page
-
-
-def _last_path_use(entry: Entry) -> int:
-    """The same for an object that is used whenever a path through its page is."""
-    return (entry.node.used_at << _DEPTH_BITS) - entry.node.page

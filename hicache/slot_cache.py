@@ -13,6 +13,8 @@ from hicache.keys import BlockKeys, FieldValue, chained_key
 from hicache.l3 import L3
 from hicache.page_changes import PageChange
 from hicache.policies import policy_of
+from hicache.policies.eviction import EvictionFactory
+from hicache.policies.eviction_choice import eviction_policy_of
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
 from hicache.policies.write import WritePolicy, write_policy_of
 from hicache.pools import L1Pool, L2Pool
@@ -58,6 +60,7 @@ class SlotCache:
         salt: bytes | None = None,
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
+        eviction: str | EvictionFactory = "lru",
         one_numbering: bool = False,
         tells_changes: bool = False,
         ranks: Ranks | None = None,
@@ -79,6 +82,7 @@ class SlotCache:
         self._prefetch_policy = policy_of("prefetch", prefetch, PrefetchPolicy)
         self._closed = False
         policy = write_policy_of(write_policy)
+        eviction_policy = eviction_policy_of(eviction)
         self._replica = Replica(spec, l1=l1, l2=l2, l3=l3, ranks=ranks, copies=copies)
         common = self._replica.common
         try:
@@ -90,7 +94,12 @@ class SlotCache:
                 prefetch_threshold_tokens=self._prefetch_policy.threshold_tokens,
             )
             self._directory = SlotDirectory(
-                spec, config, write_policy=policy, one_numbering=one_numbering, tells_changes=tells_changes
+                spec,
+                config,
+                write_policy=policy,
+                eviction=eviction_policy,
+                one_numbering=one_numbering,
+                tells_changes=tells_changes,
             )
         except BaseException:
             self._replica.give_up()
@@ -107,6 +116,7 @@ class SlotCache:
         salt: bytes | None = None,
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
+        eviction: str | EvictionFactory = "lru",
         one_numbering: bool = False,
         tells_changes: bool = False,
     ) -> Self:
@@ -123,6 +133,7 @@ class SlotCache:
             salt=salt,
             prefetch=prefetch,
             write_policy=write_policy,
+            eviction=eviction,
             one_numbering=one_numbering,
             tells_changes=tells_changes,
             ranks=ranks,

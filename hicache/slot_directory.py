@@ -11,6 +11,8 @@ from hicache.index import Index
 from hicache.jobbook import JobBook
 from hicache.jobs import Completion, Job
 from hicache.page_changes import PageChange, PageChanges
+from hicache.policies.eviction import EvictionFactory
+from hicache.policies.eviction_choice import lru
 from hicache.policies.write import WritePolicy, WriteThrough
 from hicache.prefetch import Prefetcher, PrefetchLimits
 from hicache.slot_loader import SlotLoader
@@ -44,6 +46,7 @@ class SlotDirectory:
         config: DirectoryConfig,
         *,
         write_policy: WritePolicy | None = None,
+        eviction: EvictionFactory = lru,
         one_numbering: bool = False,
         tells_changes: bool = False,
     ) -> None:
@@ -55,7 +58,12 @@ class SlotDirectory:
         self.stats = DirectoryStats(spec.object_bytes)
         none = (0,) * len(spec.groups)
         self.index = Index(
-            spec, (none, config.l2_slots), has_l3=config.has_l3, has_gaps=True, lost=self.stats.tokens_lost
+            spec,
+            (none, config.l2_slots),
+            has_l3=config.has_l3,
+            has_gaps=True,
+            lost=self.stats.tokens_lost,
+            eviction=eviction,
         )
         if tells_changes:
             self.index.changes = PageChanges()
@@ -140,6 +148,7 @@ class SlotDirectory:
     def tell_time(self, now_s: float) -> None:
         """By any clock that goes forward. Promises end by it."""
         self.index.now_s = now_s
+        self.index.expire()
         self._loader.expire()
 
     def open(self, keys: list[bytes], *, token_count: int) -> SlotRecord:

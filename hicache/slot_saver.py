@@ -129,7 +129,8 @@ class SlotSaver:
         if offered > record.touched_pages:
             self._policy.touch(record.keys[record.touched_pages : offered])
             record.touched_pages = offered
-        admitted = self._policy.admits(record.keys[:offered])
+        first = min(by_page, default=0)
+        admitted = first + self._writer.admits(record.keys[first:offered], first_page=first)
         self._stats.skipped["backup.not_admitted"] += sum(page >= admitted for page in by_page)
         return admitted
 

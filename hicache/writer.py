@@ -11,6 +11,7 @@ from hicache.jobbook import JobBook, Outcomes, batches
 from hicache.jobs import CopyItem, CopyJob, CopyKind, LookupItem, LookupJob, StoreJob, TransferItem
 from hicache.node import Entry, Node, Tier
 from hicache.outcome import Outcome
+from hicache.policies.facts import SuffixFacts
 from hicache.policies.write import WritePolicy
 from hicache.slots import slot_of
 from hicache.stats import DirectoryStats
@@ -64,21 +65,27 @@ class Writer:
 
     # -- what goes down ----------------------------------------------------------------------------------------------
 
-    def touch(self, keys: Sequence[bytes]) -> bool:
+    def touch(self, keys: Sequence[bytes], *, first_page: int) -> bool:
         """A request uses these pages for the first time. Returns whether more may go down because of that."""
         has_changed = self._policy.touch(keys)
         if has_changed:
-            self._stats.skipped["backup.not_admitted"] += len(keys) - self._policy.admits(keys)
+            self._stats.skipped["backup.not_admitted"] += len(keys) - self.admits(keys, first_page=first_page)
         return has_changed
 
-    def write(self, keys: Sequence[bytes]) -> int:
+    def admits(self, keys: Sequence[bytes], *, first_page: int) -> int:
+        """How many of these consecutive pages the policy lets down, of which the first is number ``first_page``."""
+        index = self._index
+        facts = SuffixFacts(index.now_s, first_page, index.page_tokens, index.page_bytes, index.victim)
+        return self._policy.admits(keys, facts)
+
+    def write(self, keys: Sequence[bytes], *, first_page: int) -> int:
         """Send down what of these consecutive pages is not below yet, as far as the policy admits them.
 
         Returns how many need no more looking at: see ``send_down``.
         """
         if not self._limits.has_l2:
             return 0
-        nodes = map(self._index.nodes.get, keys[: self._policy.admits(keys)])
+        nodes = map(self._index.nodes.get, keys[: self.admits(keys, first_page=first_page)])
         return self.send_down(node for node in nodes if node is not None)
 
     def send_down(self, path: Iterable[Node]) -> int:

@@ -4,13 +4,26 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeAlias, TypeVar
+
+from hicache.policies.facts import EvictionFacts
 
 Item = TypeVar("Item")
+Described_contra = TypeVar("Described_contra", contravariant=True)
 
 
 class EvictionPolicy(Protocol[Item]):
-    """Holds the entries that may be evicted now. A used entry is removed, and added again when nobody uses it."""
+    """Holds the entries that may be evicted now. A used entry is removed, and added again when nobody uses it.
+
+    The engine keeps children from being stranded: what may not go because of what is below it is removed, and added
+    again when that has gone.
+
+    - ``watches_use``: ``used`` is called, and ``uses``, ``used_s`` and ``last`` of the facts are kept.
+    - ``by_page``: pages that were always used together may still differ here. Else a replay may hold them as one item.
+    """
+
+    watches_use: bool
+    by_page: bool
 
     def add(self, item: Item) -> None:
         """``item`` may go from now on. Does nothing when it was there."""
@@ -21,11 +34,19 @@ class EvictionPolicy(Protocol[Item]):
         ...
 
     def pop(self) -> Item | None:
-        """Take out the entry that shall go first; None when there is none."""
+        """Take out the entry that shall go first, which goes for good; None when there is none."""
         ...
 
     def first(self) -> Item | None:
         """The entry that ``pop`` would take out."""
+        ...
+
+    def used(self, item: Item) -> None:
+        """A request uses ``item``, which may be there or not. Its facts do not tell of that yet."""
+        ...
+
+    def expired(self, now_s: float) -> Item | None:
+        """``first``, if it shall go though there is room; None otherwise. ``now_s`` never falls."""
         ...
 
     def __contains__(self, item: Item) -> bool: ...
@@ -33,16 +54,34 @@ class EvictionPolicy(Protocol[Item]):
     def __len__(self) -> int: ...
 
 
-class Lru(Generic[Item]):
-    """Least recently used first, by ``last_use``, which never falls for an item and is asked when the item surfaces.
+class Describe(Protocol[Described_contra]):
+    """What an engine tells of its items."""
+
+    def last_use(self, item: Described_contra) -> int:
+        """``used_at`` of its facts, and nothing else."""
+        ...
+
+    def facts(self, item: Described_contra) -> EvictionFacts:
+        """All that is known of it now."""
+        ...
+
+
+EvictionFactory: TypeAlias = Callable[[Describe[Any]], EvictionPolicy[Any]]
+
+
+class Heap(Generic[Item]):
+    """Lowest rank first. The rank never falls for an item, and is asked when the item surfaces.
 
     Using an item, taking it away and adding it again cost no work here: an item has one record in the heap, which is
     put right, or dropped, when it comes up. O(log n) a record.
     """
 
-    def __init__(self, last_use: Callable[[Item], int]) -> None:
-        self._last_use = last_use
-        self._heap: list[tuple[int, int, Item]] = []
+    watches_use = False
+    by_page = False
+
+    def __init__(self, rank: Callable[[Item], Any]) -> None:
+        self._rank = rank
+        self._heap: list[tuple[Any, int, Item]] = []
         self._live: set[Item] = set()
         self._recorded: set[Item] = set()  # items with a record in the heap, live or not
         self._sequence = 0
@@ -52,9 +91,7 @@ class Lru(Generic[Item]):
         if item not in self._recorded:
             self._push(item)
             if len(self._heap) > 2 * len(self._live) + 64:
-                self._heap = [record for record in self._heap if record[2] in self._live]
-                heapq.heapify(self._heap)
-                self._recorded &= self._live
+                self._compact()
 
     def remove(self, item: Item) -> None:
         self._live.discard(item)
@@ -70,7 +107,7 @@ class Lru(Generic[Item]):
     def first(self) -> Item | None:
         while self._heap:
             stamp, _, item = self._heap[0]
-            if item in self._live and self._last_use(item) == stamp:
+            if item in self._live and self._rank(item) == stamp:
                 return item
             heapq.heappop(self._heap)
             self._recorded.remove(item)
@@ -78,9 +115,11 @@ class Lru(Generic[Item]):
                 self._push(item)
         return None
 
-    def first_use_min(self) -> int | None:
-        """No item was used before; None when there is none. O(1)."""
-        return self._heap[0][0] if self._heap else None
+    def used(self, item: Item) -> None:
+        pass
+
+    def expired(self, now_s: float) -> Item | None:
+        return None
 
     def __contains__(self, item: Item) -> bool:
         return item in self._live
@@ -91,4 +130,50 @@ class Lru(Generic[Item]):
     def _push(self, item: Item) -> None:
         self._sequence += 1
         self._recorded.add(item)
-        heapq.heappush(self._heap, (self._last_use(item), self._sequence, item))
+        heapq.heappush(self._heap, (self._rank(item), self._sequence, item))
+
+    def _compact(self) -> None:
+        """Forget what is not live: it may have gone for good."""
+        self._heap = [record for record in self._heap if record[2] in self._live]
+        heapq.heapify(self._heap)
+        self._recorded &= self._live
+
+
+class Lru(Heap[Item]):
+    """Least recently used first, by ``last_use``."""
+
+    def __init__(self, last_use: Callable[[Item], int]) -> None:
+        super().__init__(last_use)
+
+    def first_use_min(self) -> int | None:
+        """No item was used before; None when there is none. O(1)."""
+        return self._heap[0][0] if self._heap else None
+
+
+class Ranked(Heap[Item]):
+    """Base of policies that order by the facts of an item. ``self._state`` is what a policy remembers of items.
+
+    An item that nobody adds any more is forgotten in the end, and one that is in use for long may be.
+    """
+
+    watches_use = True
+
+    def __init__(self, items: Describe[Item]) -> None:
+        self._items = items
+        self._state: dict[Item, Any] = {}
+        super().__init__(lambda item: self.rank(item, items.facts(item)))
+
+    def rank(self, item: Item, facts: EvictionFacts) -> Any:
+        """What orders the items: comparable, and never lower than before for the same item."""
+        raise NotImplementedError
+
+    def pop(self) -> Item | None:
+        item = super().pop()
+        if item is not None:
+            self._state.pop(item, None)
+        return item
+
+    def add(self, item: Item) -> None:
+        super().add(item)
+        if len(self._state) > 2 * len(self._live) + 64:
+            self._state = {known: state for known, state in self._state.items() if known in self._live}

@@ -3,25 +3,21 @@
 A policy knows block keys only, so that it can be replayed on a trace of requests without a cache around it::
 
     policy.touch(keys)            once for each page of each request, when it has been restored or computed
-    policy.admits(keys)           how many of these pages go down now
+    policy.admits(keys, facts)    how many of these pages go down now
 
 It decides about prefixes: a page that goes down takes all pages before it along.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
+import math
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-import numpy as np
-from numpy.typing import NDArray
-
 from hicache.errors import ConfigError
-
-_ROWS = 4
-_CELLS_PER_PAGE = 4  # of a row: one row takes a page for another in at most 1 - exp(-1/4) of all cases
-_KEY_BYTES = _ROWS * 4
+from hicache.policies.facts import SuffixFacts
+from hicache.policies.own import Continuation
+from hicache.policies.touches import TouchCounts
 
 
 class WritePolicy(Protocol):
@@ -39,7 +35,7 @@ class WritePolicy(Protocol):
         """A request uses these pages. Returns whether that can change what ``admits`` says of pages that are here."""
         ...
 
-    def admits(self, keys: Sequence[bytes]) -> int:
+    def admits(self, keys: Sequence[bytes], facts: SuffixFacts) -> int:
         """How many of these pages, from the first on, are copied down when they are complete; the rest waits."""
         ...
 
@@ -52,7 +48,7 @@ class WriteThrough:
     def touch(self, keys: Sequence[bytes]) -> bool:
         return False
 
-    def admits(self, keys: Sequence[bytes]) -> int:
+    def admits(self, keys: Sequence[bytes], facts: SuffixFacts) -> int:
         return len(keys)
 
 
@@ -78,9 +74,8 @@ class WriteThroughSelective:
         self._counts.touch(keys)
         return True
 
-    def admits(self, keys: Sequence[bytes]) -> int:
-        """No page was touched more often than those before it, so the last one can be searched for by halves."""
-        return bisect_left(keys, x=True, key=lambda key: self._counts.count(key) < self.touches)
+    def admits(self, keys: Sequence[bytes], facts: SuffixFacts) -> int:
+        return self._counts.leading(keys, self.touches)
 
 
 class WriteBack:
@@ -95,65 +90,84 @@ class WriteBack:
     def touch(self, keys: Sequence[bytes]) -> bool:
         return False
 
-    def admits(self, keys: Sequence[bytes]) -> int:
+    def admits(self, keys: Sequence[bytes], facts: SuffixFacts) -> int:
         return 0
 
 
-class TouchCounts:
-    """How often keys were touched lately, in 32 bytes for each of ``remembered`` touches, whatever the keys are.
+class TinyLfu:
+    """A duel: pages go down that were touched at least as often lately as what would be evicted for them below.
 
-    Two count-min sketches: touches go into the newer one, and after ``remembered`` of them the older one is emptied
-    and becomes the newer. What is remembered is never counted too low. It is counted too high when its cells of all
-    rows are taken by others: for at most 0.24 % of keys and sketch, when that is full.
+    Counts are those of ``WriteThroughSelective``: no page has fewer than those after it, so the pages before the first
+    one that loses go down. While there is room below, all do. (Einziger 2017)
     """
 
-    def __init__(self, remembered: int) -> None:
-        width = 1 << (_CELLS_PER_PAGE * remembered - 1).bit_length()
-        self._remembered = remembered
-        self._mask = width - 1
-        self._newer = np.zeros((_ROWS, width), np.uint8)
-        self._older = np.zeros((_ROWS, width), np.uint8)
-        self._touched = 0  # in the newer one
+    ahead_share = 0.0
 
-    def touch(self, keys: Sequence[bytes]) -> None:
-        """Count each of ``keys``, all different, once more."""
-        start = 0
-        while start < len(keys):
-            if self._touched == self._remembered:
-                self._newer, self._older = self._older, self._newer
-                self._newer.fill(0)
-                self._touched = 0
-            some = keys[start : start + self._remembered - self._touched]
-            self._add(some)
-            self._touched += len(some)
-            start += len(some)
+    def __init__(self, *, remembered_pages: int = 1 << 18) -> None:
+        self._counts = TouchCounts(remembered_pages)
 
-    def count(self, key: bytes) -> int:
-        """At least the touches of ``key`` that are remembered; at most 255 of each sketch."""
-        cells = self._cells([key])
-        return sum(int(self._least(sketch, cells)[0]) for sketch in (self._newer, self._older))
+    def touch(self, keys: Sequence[bytes]) -> bool:
+        self._counts.touch(keys)
+        return True
 
-    def _add(self, keys: Sequence[bytes]) -> None:
-        cells = self._cells(keys)
-        counts = np.minimum(self._least(self._newer, cells), 254) + np.uint8(1)
-        for row in range(_ROWS):  # a cell that several keys share keeps the highest of their counts
-            np.maximum.at(self._newer[row], cells[row], counts)
+    def admits(self, keys: Sequence[bytes], facts: SuffixFacts) -> int:
+        victim = facts.victim()
+        return len(keys) if victim is None else self._counts.leading(keys, self._counts.count(victim))
 
-    @staticmethod
-    def _least(sketch: NDArray[np.uint8], cells: NDArray[np.uint32]) -> NDArray[np.uint8]:
-        counts: NDArray[np.uint8] = np.minimum.reduce([sketch[row][cells[row]] for row in range(_ROWS)])
-        return counts
 
-    def _cells(self, keys: Sequence[bytes]) -> NDArray[np.uint32]:
-        """The cell of each key in each row. Keys are hashes: their bytes are as good as random."""
-        packed = b"".join(key[:_KEY_BYTES].ljust(_KEY_BYTES, b"\0") for key in keys)
-        return np.frombuffer(packed, np.uint32).reshape(len(keys), _ROWS).T & np.uint32(self._mask)
+class ByteBudget:
+    """At most ``bytes_per_s`` in the long run, as the endurance of a medium allows, and ``burst_bytes`` at a time: what
+    is over that stays above, from the end of each suffix on."""
+
+    ahead_share = 0.0
+
+    def __init__(self, *, bytes_per_s: float = 1e9, burst_bytes: float = 8e9) -> None:
+        for name, value in (("bytes_per_s", bytes_per_s), ("burst_bytes", burst_bytes)):
+            if not 0 < value < math.inf:
+                raise ConfigError(name, value, "a finite number of bytes above 0")
+        self._bytes_per_s = bytes_per_s
+        self._burst_bytes = burst_bytes
+        self._left_bytes = burst_bytes
+        self._at_s: float | None = None
+
+    def touch(self, keys: Sequence[bytes]) -> bool:
+        return False
+
+    def admits(self, keys: Sequence[bytes], facts: SuffixFacts) -> int:
+        """What it admits is taken off the budget: pages are named once."""
+        passed_s = 0.0 if self._at_s is None else max(0.0, facts.now_s - self._at_s)
+        self._at_s = facts.now_s
+        self._left_bytes = min(self._burst_bytes, self._left_bytes + passed_s * self._bytes_per_s)
+        pages = min(len(keys), int(self._left_bytes // facts.page_bytes))
+        self._left_bytes -= pages * facts.page_bytes
+        return pages
+
+
+class DepthCut:
+    """The first ``depth_tokens`` of each sequence: system prompts and shared documents, not what follows them."""
+
+    ahead_share = 0.0
+
+    def __init__(self, *, depth_tokens: int = 16_384) -> None:
+        if type(depth_tokens) is not int or depth_tokens < 1:
+            raise ConfigError("depth_tokens", depth_tokens, "at least one token")
+        self._depth_tokens = depth_tokens
+
+    def touch(self, keys: Sequence[bytes]) -> bool:
+        return False
+
+    def admits(self, keys: Sequence[bytes], facts: SuffixFacts) -> int:
+        return max(0, min(len(keys), self._depth_tokens // facts.page_tokens - facts.first_page))
 
 
 WRITE_POLICIES: dict[str, Callable[[], WritePolicy]] = {
     "write_through": WriteThrough,
     "write_through_selective": WriteThroughSelective,
     "write_back": WriteBack,
+    "tiny_lfu": TinyLfu,
+    "byte_budget": ByteBudget,
+    "depth_cut": DepthCut,
+    "continuation": Continuation,
 }
 
 

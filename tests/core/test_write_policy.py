@@ -3,20 +3,28 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from hashlib import blake2b
 from random import Random
 
 import pytest
+from msgspec import structs
 
 from hicache.errors import ConfigError
+from hicache.policies.facts import SuffixFacts
+from hicache.policies.touches import TouchCounts
 from hicache.policies.write import (
     WRITE_POLICIES,
-    TouchCounts,
+    ByteBudget,
+    DepthCut,
+    TinyLfu,
     WriteBack,
     WriteThrough,
     WriteThroughSelective,
     write_policy_of,
 )
+
+FACTS = SuffixFacts(now_s=0.0, first_page=0, page_tokens=16, page_bytes=1000, victim=lambda: None)
 
 
 def key_of(number: int) -> bytes:
@@ -29,8 +37,8 @@ def keys_of(*numbers: int) -> list[bytes]:
 
 def test_write_through_admits_all_and_write_back_nothing() -> None:
     path = keys_of(*range(5))
-    assert WriteThrough().admits(path) == 5
-    assert WriteBack().admits(path) == 0
+    assert WriteThrough().admits(path, FACTS) == 5
+    assert WriteBack().admits(path, FACTS) == 0
     assert not WriteThrough().touch(path)
     assert not WriteBack().touch(path)
 
@@ -40,10 +48,10 @@ def test_selective_admits_a_page_at_its_nth_touch(touches: int) -> None:
     policy = WriteThroughSelective(touches)
     for touch in range(1, touches + 2):
         assert policy.touch(keys_of(1, 2, 3))
-        assert policy.admits(keys_of(1, 2, 3)) == (3 if touch >= touches else 0)
+        assert policy.admits(keys_of(1, 2, 3), FACTS) == (3 if touch >= touches else 0)
     policy.touch(keys_of(1, 2, 9))
-    assert policy.admits(keys_of(1, 2, 9)) == (3 if touches == 1 else 2)
-    assert policy.admits([]) == 0
+    assert policy.admits(keys_of(1, 2, 9), FACTS) == (3 if touches == 1 else 2)
+    assert policy.admits([], FACTS) == 0
 
 
 def test_a_count_is_never_too_low_and_seldom_too_high() -> None:
@@ -97,11 +105,11 @@ def test_short_keys_are_counted_apart() -> None:
     keys = [blake2b(bytes([n]), digest_size=16).digest() for n in range(50)]
     policy.touch(keys)
     policy.touch(keys[:20])
-    assert policy.admits(keys) == 20
+    assert policy.admits(keys, FACTS) == 20
 
 
 def test_a_policy_is_chosen_by_name_or_given() -> None:
-    assert list(WRITE_POLICIES) == ["write_through", "write_through_selective", "write_back"]
+    assert list(WRITE_POLICIES)[:3] == ["write_through", "write_through_selective", "write_back"]
     assert isinstance(write_policy_of("write_through_selective"), WriteThroughSelective)
     mine = WriteBack(ahead_share=0.5)
     assert write_policy_of(mine) is mine
@@ -130,3 +138,43 @@ def test_anything_else_is_refused_with_what_would_be_right(choice: object) -> No
 def test_settings_of_policies_are_checked(make: object, setting: str) -> None:
     with pytest.raises(ConfigError, match=setting):
         make()  # type: ignore[operator]
+
+
+def test_a_duel_is_lost_by_the_end_of_a_path_that_is_used_less_than_what_would_go_for_it() -> None:
+    policy = TinyLfu()
+    policy.touch(keys_of(1, 2, 3))
+    policy.touch(keys_of(1, 2))
+    policy.touch(keys_of(8))
+    policy.touch(keys_of(8))
+    assert policy.admits(keys_of(1, 2, 3), FACTS) == 3, "there is room"
+    assert policy.admits(keys_of(1, 2, 3), structs.replace(FACTS, victim=lambda: key_of(8))) == 2
+    assert policy.admits(keys_of(1, 2, 3), structs.replace(FACTS, victim=lambda: key_of(9))) == 3
+
+
+def test_a_budget_of_bytes_takes_the_first_pages_and_fills_up_with_time() -> None:
+    policy = ByteBudget(bytes_per_s=500.0, burst_bytes=3000.0)
+    path = keys_of(*range(5))
+    assert policy.admits(path, FACTS) == 3
+    assert policy.admits(path[3:], structs.replace(FACTS, first_page=3)) == 0
+    assert policy.admits(path[3:], structs.replace(FACTS, first_page=3, now_s=2.0)) == 1
+    assert policy.admits(path, structs.replace(FACTS, now_s=1000.0)) == 3, "no more than the burst is saved up"
+
+
+def test_a_depth_cut_admits_the_head_of_a_sequence_alone() -> None:
+    policy = DepthCut(depth_tokens=64)
+    assert policy.admits(keys_of(*range(6)), FACTS) == 4
+    assert policy.admits(keys_of(*range(6)), structs.replace(FACTS, first_page=3)) == 1
+    assert policy.admits(keys_of(*range(6)), structs.replace(FACTS, first_page=9)) == 0
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: ByteBudget(bytes_per_s=0.0),
+        lambda: ByteBudget(burst_bytes=float("inf")),
+        lambda: DepthCut(depth_tokens=0),
+    ],
+)
+def test_a_setting_out_of_range_is_refused(make: Callable[[], object]) -> None:
+    with pytest.raises(ConfigError):
+        make()
