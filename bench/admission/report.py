@@ -152,11 +152,11 @@ def _pareto(document: Document, trace: str, axes: Any) -> bool:
 
 def regrets(document: Document, trace: str) -> dict[str, list[tuple[int, float, float]]]:
     """By policy: capacity in tokens, and what it falls short of Belady and of the upper bound, in shares of those."""
-    bounds = {bound["capacity_tokens"]: bound for bound in _bounds(document, trace)}
+    bounds = {bound["capacity_pages"]: bound for bound in _bounds(document, trace)}
     found: dict[str, list[tuple[int, float, float]]] = {}
     for name, runs in _by_policy(document, trace):
         for run in runs:
-            bound = bounds.get(run["capacity_tokens"])
+            bound = bounds.get(run["capacity_pages"])
             if bound is not None and bound["belady"]["saved_share"]:
                 low = bound["belady"]["saved_share"]
                 above: Document = bound.get("upper") or bound["ceiling"]

@@ -24,7 +24,7 @@ from hicache.policies.facts import EvictionFacts, Key, RequestFacts, SuffixFacts
 from hicache.policies.own_forecast import Forecast, Life
 
 _REMEMBERED_PAGES = 1 << 20
-_WRITE_MARGIN = 1.35  # a page that is worth less than so many times its victim is not worth the exchange
+_WRITE_MARGIN = 1.3  # a page that is worth less than so many times its victim is not worth the exchange
 _TAIL_SHARE = 0.25  # a last page that is used in fewer continuations is not worth writing
 
 

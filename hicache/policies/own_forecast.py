@@ -30,7 +30,7 @@ _WIDTHS_S = np.diff(_BORDERS_S)
 _PRIOR_LIVES = 10.0  # so many lives weighs the cell above
 _PRIOR_MEDIAN_S = 60.0  # before anything was seen: half of all lives end, half of those within this time
 _REMEMBERED = 8192  # lives; a power of two
-_FIT_EVERY = 128
+_FIT_EVERY = 32
 _VALUES = 64  # of each trait
 
 
@@ -53,7 +53,7 @@ class Life:
 
 
 class Forecast:
-    """Deterministic; remembers the last 8,192 lives, and is fitted to them after each 128, more often at the start."""
+    """Deterministic; remembers the last 8,192 lives, and is fitted to them after each 32, more often at the start."""
 
     def __init__(self) -> None:
         self._started_s = np.zeros(_REMEMBERED)

@@ -22,7 +22,7 @@ def document() -> dict[str, Any]:
     trace = agent_sessions(4, seed=3)
     runs = [
         {"trace": trace.name, "eviction": eviction, "write": "write_through", "read": "always", "capacity_pages": pages}
-        | {"capacity_tokens": pages * trace.block_tokens}
+        | {"capacity_tokens": pages * trace.block_tokens + 100}  # as asked for: not a whole number of pages
         | replay(trace, [TierSpec("L3", pages, eviction=eviction)]).to_dict()
         for eviction in ("lru", "fifo")
         for pages in (100, 600)
@@ -72,7 +72,9 @@ def test_what_the_json_does_not_have_is_said(document: dict[str, Any], tmp_path:
 
 
 def test_regret_is_an_interval(document: dict[str, Any]) -> None:
-    for points in regrets(document, document["traces"][0]["name"]).values():
+    found = regrets(document, document["traces"][0]["name"])
+    assert set(found) == {"lru", "fifo"}
+    for points in found.values():
         for _, least, most in points:
             assert -1e-9 <= least <= most < 1
 
