@@ -7,7 +7,7 @@ import io
 import itertools
 import json
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, BinaryIO, cast
@@ -41,16 +41,16 @@ def read_mooncake_trace(path: str | Path, *, limit: int | None = None) -> Iterat
         yield _parse(line, f"{path}:{number}")
 
 
-def trace_lines(path: str | Path) -> Iterator[str]:
-    """The lines of a text file, plain or packed (``.zst``, ``.gz``).
+def trace_lines(path: str | Path) -> Generator[str, None, None]:
+    """The lines of a text file, plain or packed (``.zst``, ``.gz``), which is closed with the generator.
 
     Raises ConfigError for a file that is not there or cannot be read as text.
     """
     if not Path(path).is_file():
         raise ConfigError("trace", str(path), "a file: a request trace, plain, .zst or .gz")
     try:
-        with open(path, "rb") as file:
-            yield from io.TextIOWrapper(_unpacked(file, str(path)), encoding="utf-8")
+        with open(path, "rb") as file, io.TextIOWrapper(_unpacked(file, str(path)), encoding="utf-8") as lines:
+            yield from lines
     except (OSError, EOFError, zlib.error, UnicodeDecodeError, zstandard.ZstdError) as error:
         raise ConfigError("trace", str(path), f"a readable file in UTF-8, plain, .zst or .gz ({error})") from error
 
