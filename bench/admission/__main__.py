@@ -84,6 +84,7 @@ def main(
     quick: bool,
 ) -> None:
     """Replay request traces: each policy at each capacity, in parallel processes."""
+    load_before = os.getloadavg()[0]
     console = Console(stderr=json_path == "-", width=None if sys.stdout.isatty() else 140)
     try:
         pairs = list(parse_policies(policies or (POLICIES_QUICK if quick else POLICIES_DEFAULT)))
@@ -100,15 +101,15 @@ def main(
     ]
     ceilings = [Task(number, "lru", "write_through", None, warm_share) for number in range(len(traces))]
     rows = run_all(traces, [*ceilings, *tasks], console, processes or os.cpu_count() or 1)
-    report = {
-        "machine": machine_facts(),
-        "traces": [described(trace, row) for trace, row in zip(traces, rows, strict=False)],
-        "runs": rows[len(traces) :],
+    ceiling_rows, runs = rows[: len(traces)], rows[len(traces) :]
+    for trace, row in zip(traces, ceiling_rows, strict=True):
+        console.print(table_of(trace, row, [run for run in runs if run["trace"] == trace.name]))
+    report: dict[str, object] = {
+        "machine": machine_facts(load_before),
+        "traces": [described(trace, row) for trace, row in zip(traces, ceiling_rows, strict=True)],
+        "runs": runs,
     }
-    for trace, row in zip(traces, rows, strict=False):
-        console.print(table_of(trace, row, [run for run in report["runs"] if run["trace"] == trace.name]))
-    if json_path is not None:
-        write_json(json_path, report)
+    write_json(report, json_path)
 
 
 def parse_policies(text: str) -> Iterator[tuple[str, str]]:
