@@ -88,14 +88,21 @@ class BlockCache:
         return False
 
 
-def replay_blocks(trace: Trace, capacity: int, eviction: str | EvictionFactory) -> BlockResult:
-    """All requests of a trace, block by block."""
+def replay_blocks(
+    trace: Trace, capacity: int, eviction: str | EvictionFactory, *, warm_share: float = 0.0
+) -> BlockResult:
+    """All requests of a trace, block by block. The first ``warm_share`` of them count for nothing."""
     cache = BlockCache(capacity, block_tokens=trace.block_tokens, eviction=eviction)
-    hit_blocks = usable_blocks = usable_tokens = 0
-    for request in trace.requests:
+    references = hit_blocks = usable_blocks = usable_tokens = input_tokens = 0
+    first_scored = int(len(trace.requests) * warm_share)
+    for number, request in enumerate(trace.requests):
         hits = [cache.access(block, page, request.at_s) for page, block in enumerate(request.blocks)]
+        if number < first_scored:
+            continue
         usable = hits.index(False) if False in hits else len(hits)
+        references += len(hits)
+        input_tokens += request.tokens
         hit_blocks += sum(hits)
         usable_blocks += usable
         usable_tokens += min(usable * trace.block_tokens, request.tokens)
-    return BlockResult(trace.references, hit_blocks, usable_blocks, usable_tokens, trace.input_tokens)
+    return BlockResult(references, hit_blocks, usable_blocks, usable_tokens, input_tokens)

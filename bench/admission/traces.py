@@ -8,6 +8,7 @@ import random
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
@@ -20,7 +21,7 @@ from hicache.traces import MOONCAKE_BLOCK_TOKENS, text_lines
 
 SESSION_GAP_S = 30.0  # mean time between the starts of sessions whose trace does not tell them
 _AZURE_COLUMNS = ("TIMESTAMP", "ContextTokens", "GeneratedTokens")
-_MILLISECOND_S = 1e-3
+_SECOND_MS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,17 +68,21 @@ def load_trace(
     Sessions without an arrival time start in the file's order, ``session_gap_s`` apart on average, as ``seed`` draws.
     ``limit`` counts requests, of Claude Code sessions. Raises ConfigError for what cannot be read, with its line.
     """
-    lines = itertools.islice(text_lines(path), None if limit is None else limit + _has_header(path))
+    with closing(text_lines(path)) as every:
+        lines = itertools.islice(every, None if limit is None else limit + _has_header(path))
+        return _read(Path(path).name.split(".")[0], lines, str(path), random.Random(seed), session_gap_s)
+
+
+def _read(name: str, lines: Iterator[str], path: str, rng: random.Random, session_gap_s: float) -> Trace:
     first = next(lines, None)
     if first is None:
-        raise ConfigError("trace", str(path), "a trace with at least one request")
-    every = itertools.chain((first,), lines)
-    name = Path(path).name.split(".")[0]
+        raise ConfigError("trace", path, "a trace with at least one request")
+    lines = itertools.chain((first,), lines)
     if not first.lstrip().startswith("{"):
-        return _read_azure(name, every, str(path))
+        return _read_azure(name, lines, path)
     if '"requests"' in first:
-        return _read_sessions(name, every, str(path), random.Random(seed), session_gap_s)
-    return _read_mooncake(name, every, str(path))
+        return _read_sessions(name, lines, path, rng, session_gap_s)
+    return _read_mooncake(name, lines, path)
 
 
 def _has_header(path: str | Path) -> int:
@@ -163,7 +168,7 @@ def _read_mooncake(name: str, lines: Iterable[str], path: str) -> Trace:
         outputs = prefixes.numbers(line.output_hash_ids, behind=blocks[-1]) if line.output_hash_ids else ()
         requests.append(
             TraceRequest(
-                line.timestamp * _MILLISECOND_S,
+                line.timestamp / _SECOND_MS,
                 line.input_length,
                 line.output_length,
                 blocks,

@@ -11,6 +11,7 @@ import pytest
 from hicache.jobs import CopyKind, Job, StoreJob
 from hicache.node import Node, Tier
 from hicache.outcome import Outcome
+from hicache.policies.facts import SuffixFacts
 from hicache.policies.write import WriteBack, WriteThroughSelective
 from hicache.spec import Group
 from tests.core.simulated_executor import Fault, failing, no_fault
@@ -156,7 +157,7 @@ class BoundToResidence(WriteThroughSelective):
         self.counts.update(self.world().directory.index.nodes[key] for key in keys)
         return True
 
-    def admits(self, keys: Sequence[bytes]) -> int:
+    def admits(self, keys: Sequence[bytes], facts: SuffixFacts) -> int:
         return sum(self.counts[self.world().directory.index.nodes[key]] >= 2 for key in keys)
 
 

@@ -8,6 +8,7 @@ from hicache.directory import Directory
 from hicache.jobs import CopyKind, StoreJob
 from hicache.node import Tier
 from hicache.outcome import Outcome
+from hicache.policies.facts import SuffixFacts
 from hicache.spec import Group
 from tests.core.simulated_executor import failing
 from tests.core.situations import HYBRID, prompt
@@ -42,7 +43,7 @@ class DropsSome:
     def touch(self, keys: list[bytes]) -> bool:
         return False
 
-    def admits(self, keys: list[bytes]) -> int:
+    def admits(self, keys: list[bytes], facts: SuffixFacts) -> int:
         return next((page for page, key in enumerate(keys) if key in self.refused), len(keys))
 
 
