@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hicache.arena import ArenaLayout
+from hicache.costs.measured import MeasuredCosts
 from hicache.errors import ConfigError, StateNotCommitted, UsageError
 from hicache.handover import Handover
 from hicache.index import Index
@@ -13,9 +15,11 @@ from hicache.jobbook import JobBook
 from hicache.jobs import Completion, Job
 from hicache.loader import Load, Loader
 from hicache.node import Keep, Tier
+from hicache.policies.read import READ_POLICY_DEFAULT, ReadFactory, read_policy_of
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy, WriteThrough
 from hicache.prefetch import Prefetcher, PrefetchLimits
+from hicache.read_admission import ReadAdmission
 from hicache.request import RequestRecord
 from hicache.snapshots import Snapshots
 from hicache.spec import CacheSpec, StateGroup
@@ -71,11 +75,13 @@ class Directory:
         config: DirectoryConfig,
         *,
         write_policy: WritePolicy | None = None,
+        read_policy: str | ReadFactory = READ_POLICY_DEFAULT,
         snapshot_policy: SnapshotPolicy | None = None,
     ) -> None:
         self.spec = spec
         policy = write_policy or WriteThrough()
         self.stats = DirectoryStats(spec.object_bytes)
+        self.costs = MeasuredCosts()
         self.index = Index(
             spec,
             (config.l1_slots, config.l2_slots),
@@ -106,6 +112,12 @@ class Directory:
             self._jobs,
             PrefetchLimits(config.has_l3, spec.page_tokens, config.prefetch_threshold_tokens, config.prefetch_l2_share),
             self.stats,
+            ReadAdmission(
+                read_policy_of(read_policy, self.costs),
+                self.costs,
+                page_tokens=spec.page_tokens,
+                now_s=lambda: self.index.now_s,
+            ),
         )
         self._has_l3 = config.has_l3
         self._snapshots = Snapshots(
@@ -192,11 +204,20 @@ class Directory:
         self.stats.requests += 1
         return record
 
-    def prefetch(self, record: RequestRecord) -> None:
-        """Begin to bring from L3 what would make the usable prefix longer. Does nothing twice, or after the load."""
+    def prefetch(self, record: RequestRecord, *, patience_s: float = math.inf) -> None:
+        """Begin to bring from L3 what would make the usable prefix longer, as far as the read policy says that it pays.
+        Does nothing twice, or after the load. The request waits for ``patience_s`` at most."""
         self._check_not_released(record)
         if record.prefetch is None and not record.is_loaded:
-            record.prefetch = self._prefetcher.start(record.keys[: record.prompt_pages])
+            record.prefetch = self._prefetcher.start(record.keys[: record.prompt_pages], patience_s=patience_s)
+
+    def tell_time(self, now_s: float) -> None:
+        """By any clock that goes forward."""
+        self.index.now_s = now_s
+
+    def gives_up_at_s(self, record: RequestRecord) -> float:
+        """When waiting longer for the prefetch costs more than it can bring."""
+        return math.inf if record.prefetch is None else record.prefetch.give_up_at_s
 
     def is_settled(self, record: RequestRecord) -> bool:
         """Whether waiting longer for the prefetch can bring nothing more."""

@@ -7,12 +7,14 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+from hicache.costs.measured import tell_prefill
 from hicache.directory import DirectoryConfig
 from hicache.errors import UsageError
 from hicache.keys import BlockKeys, FieldValue, chained_key
 from hicache.l3 import L3
 from hicache.policies import policy_of
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
+from hicache.policies.read import READ_POLICY_DEFAULT, ReadFactory
 from hicache.policies.write import WritePolicy, write_policy_of
 from hicache.pools import L1Pool, L2Pool
 from hicache.ranks.settings import Ranks
@@ -51,6 +53,7 @@ class SlotCache:
         salt: bytes | None = None,
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
+        read_policy: str | ReadFactory = READ_POLICY_DEFAULT,
         one_numbering: bool = False,
         ranks: Ranks | None = None,
         copies: str = "auto",
@@ -75,7 +78,9 @@ class SlotCache:
                 ranks=spec.rank_count,
                 prefetch_threshold_tokens=self._prefetch_policy.threshold_tokens,
             )
-            self._directory = SlotDirectory(spec, config, write_policy=policy, one_numbering=one_numbering)
+            self._directory = SlotDirectory(
+                spec, config, write_policy=policy, read_policy=read_policy, one_numbering=one_numbering
+            )
         except BaseException:
             self._replica.give_up()
             raise
@@ -91,6 +96,7 @@ class SlotCache:
         salt: bytes | None = None,
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
+        read_policy: str | ReadFactory = READ_POLICY_DEFAULT,
         one_numbering: bool = False,
     ) -> Self:
         """The leader in a process without a rank, such as an engine's scheduler: every rank is a RankWorker.
@@ -106,6 +112,7 @@ class SlotCache:
             salt=salt,
             prefetch=prefetch,
             write_policy=write_policy,
+            read_policy=read_policy,
             one_numbering=one_numbering,
             ranks=ranks,
         )
@@ -144,14 +151,15 @@ class SlotCache:
                 tokens = self._directory.gainable_tokens(record, own_tokens=beyond)
                 patience_s = self._prefetch_policy.patience_s(mode or self._prefetch_policy.mode, tokens=tokens)
                 request.prefetch_deadline_s = self._clock() + patience_s
-                self._directory.prefetch(record, own_tokens=beyond)
+                self._directory.prefetch(record, own_tokens=beyond, patience_s=patience_s)
                 self._pump.pump()
 
     def is_ready(self, request: SlotRequest) -> bool:
         """Whether the mode of the prefetch lets the request wait no longer."""
         with self._changed:
             settled = self._directory.is_settled(self._record_of(request))
-            return settled or self._closed or self._clock() >= request.prefetch_deadline_s
+            gives_up_at_s = self._directory.gives_up_at_s(request._record)
+            return settled or self._closed or self._clock() >= min(request.prefetch_deadline_s, gives_up_at_s)
 
     def usable(self, request: SlotRequest, *, beyond: int) -> int:
         """The longest prefix, in tokens, that ``load`` can restore now: whole pages, the last token left to compute,
@@ -210,6 +218,11 @@ class SlotCache:
         """``(group, slot)`` of what copies for the request, or for any, read or write, or are about to write."""
         with self._changed:
             return self._directory.busy_slots(None if request is None else self._record_of(request))
+
+    def tell_prefill(self, start: int, end: int, *, seconds: float) -> None:
+        """As ``HiCache.tell_prefill``."""
+        with self._changed:
+            tell_prefill(self._directory.costs, start, end, seconds)
 
     def step(self, reuses: Mapping[int, Iterable[int]] | None = None) -> Step:
         """Number the engine's next step, for ``RankWorker.step``: send it along with the step to every worker.

@@ -1,0 +1,47 @@
+"""Costs as they turn out: learnt from what was loaded and computed. Knows no clock."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+
+from hicache.costs.fit import OnlineFit, Row
+from hicache.errors import UsageError
+
+
+class MeasuredCosts:
+    """What is not known yet is None: nothing like it has happened so far."""
+
+    def __init__(self) -> None:
+        self._prefill = OnlineFit()
+        self._loads: defaultdict[str, OnlineFit] = defaultdict(OnlineFit)
+
+    def computed(self, start_tokens: int, end_tokens: int, seconds: float) -> None:
+        """The tokens ``[start, end)`` of a prompt were computed in so many seconds."""
+        self._prefill.add((*_work(start_tokens, end_tokens), 1.0), seconds)
+
+    def moved(self, tier: str, size_bytes: int, seconds: float) -> None:
+        """So many bytes, with those that were waiting before them, took so long to come from ``tier``."""
+        self._loads[tier].add((float(size_bytes), 1.0), seconds)
+
+    def prefill_s(self, start_tokens: int, end_tokens: int) -> float | None:
+        """What is saved by not computing ``[start, end)``: without the fixed cost of a step, which is there anyway."""
+        return self._prefill.at((*_work(start_tokens, end_tokens), 0.0))
+
+    def transfer_s(self, tier: str, size_bytes: int) -> float | None:
+        """How long so many bytes take, from the request for them on."""
+        return self._loads[tier].at((float(size_bytes), 1.0))
+
+
+def _work(start: int, end: int) -> Row:
+    """Tokens through the layers, and pairs of tokens in attention."""
+    return float(end - start), float(end**2 - start**2)
+
+
+def tell_prefill(costs: MeasuredCosts, start: int, end: int, seconds: float) -> None:
+    """``costs.computed`` of what an engine says. Raises UsageError for what cannot be."""
+    if not 0 <= start < end:
+        raise UsageError(f"tell_prefill: [{start}, {end}): expected 0 <= start < end, in tokens")
+    if not 0 < seconds < math.inf:
+        raise UsageError(f"tell_prefill: seconds = {seconds}: expected a finite time above 0")
+    costs.computed(start, end, seconds)

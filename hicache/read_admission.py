@@ -1,0 +1,124 @@
+"""Asks the read policy how much of what L3 has is fetched, and learns from each fetch what fetches take."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from hicache.costs.measured import MeasuredCosts
+from hicache.outcome import Outcome
+from hicache.policies.read import LoadFacts, ReadPolicy
+
+ROUNDS_MAX = 8  # a policy that always wants a little less must not be asked for ever
+PROBE_REST = 20  # times as long as a probe took nothing is probed: 5 % of the bandwidth of a store that is not used
+TIER = "L3"
+
+
+@dataclass(slots=True, eq=False)
+class Fetching:
+    """One fetch under way, as far as it is measured."""
+
+    started_s: float
+    size_bytes: int  # its own, and what was under way before it
+    is_probe: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What L3 has of a prompt beyond ``base_pages``: usable up to each of ``stops``, of ``bytes_until(stop)`` bytes."""
+
+    base_pages: int
+    stops: list[int]
+    prompt_pages: int
+    bytes_until: Callable[[int], int]
+    patience_s: float
+
+
+class ReadAdmission:
+    """Fetches share L3's bandwidth: each is taken to come after all bytes that are under way when it begins.
+
+    While the policy declines, little of what it declines is fetched all the same at times, for nobody, to find out when
+    L3 has become faster: one such probe at a time, twice as large each time, and never for long.
+    """
+
+    def __init__(
+        self, policy: ReadPolicy, costs: MeasuredCosts, *, page_tokens: int, now_s: Callable[[], float]
+    ) -> None:
+        self._policy = policy
+        self._costs = costs
+        self._page_tokens = page_tokens
+        self._now_s = now_s
+        self._under_way_bytes = 0
+        self._probe_pages = 1
+        self._probe_from_s = 0.0
+        self._is_probing = False
+
+    def worth(self, offer: Offer) -> list[int]:
+        """The leading ones of the stops that are worth being loaded: all, some, or none."""
+        stops = offer.stops
+        for _ in range(ROUNDS_MAX):
+            if not stops:
+                break
+            wanted = offer.base_pages + self._policy.tokens(self._facts(offer, stops[-1])) // self._page_tokens
+            if wanted >= stops[-1]:
+                self._probe_pages = 1
+                return stops
+            stops = stops[: bisect_right(stops, wanted)]
+        return []
+
+    def patience_s(self, offer: Offer) -> float:
+        """How long a request should wait at most for what is fetched of the last stop."""
+        return min(offer.patience_s, self._policy.patience_s(self._facts(offer, offer.stops[-1])))
+
+    def begin(self, size_bytes: int, *, is_probe: bool = False) -> Fetching:
+        """So many bytes are asked for now."""
+        self._is_probing |= is_probe
+        self._under_way_bytes += size_bytes
+        return Fetching(self._now_s(), self._under_way_bytes, is_probe)
+
+    def arrived(self, size_bytes: int) -> None:
+        """So many of the bytes have come, or have failed to."""
+        self._under_way_bytes -= size_bytes
+
+    def end(self, fetching: Fetching, outcomes: set[Outcome]) -> None:
+        """Everything has been answered. What came, and what did not come in time, tells how fast L3 is."""
+        seconds = self._now_s() - fetching.started_s
+        if outcomes <= {Outcome.OK, Outcome.DEADLINE}:
+            self._costs.moved(TIER, fetching.size_bytes, seconds)
+        if fetching.is_probe:
+            self._is_probing = False
+            self._probe_from_s = self._now_s() + PROBE_REST * seconds
+
+    def give_up(self, fetching: Fetching, *, gain_tokens: tuple[int, int]) -> None:
+        """A request has not waited until the end. If that took longer than to compute ``gain_tokens``, that counts."""
+        seconds = self._now_s() - fetching.started_s
+        expected_s = self._costs.transfer_s(TIER, fetching.size_bytes)
+        if expected_s is None:
+            expected_s = self._costs.prefill_s(*gain_tokens)
+        if expected_s is not None and seconds > expected_s * 0.99:
+            self._costs.moved(TIER, fetching.size_bytes, seconds)
+
+    def probe_pages(self) -> int:
+        """Pages to fetch for nobody now, since what was offered has been declined; 0: none."""
+        is_due = not self._is_probing and self._under_way_bytes == 0 and self._now_s() >= self._probe_from_s
+        if not is_due or self._costs.transfer_s(TIER, 1) is None:  # not measured: it was the policy's principle
+            return 0
+        self._probe_pages *= 2
+        return self._probe_pages // 2
+
+    def _facts(self, offer: Offer, stop: int) -> LoadFacts:
+        size_bytes = offer.bytes_until(stop)
+        whole_s = self._costs.transfer_s(TIER, self._under_way_bytes + size_bytes)
+        own_s = self._costs.transfer_s(TIER, size_bytes)
+        return LoadFacts(
+            now_s=self._now_s(),
+            tier=TIER,
+            held_tokens=offer.base_pages * self._page_tokens,
+            usable_tokens=stop * self._page_tokens,
+            prompt_tokens=offer.prompt_pages * self._page_tokens,
+            bytes=size_bytes,
+            page_tokens=self._page_tokens,
+            queue_s=0.0 if whole_s is None or own_s is None else whole_s - own_s,
+            patience_s=offer.patience_s,
+        )
