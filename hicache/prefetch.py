@@ -4,21 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from hicache.index import Index
 from hicache.jobbook import JobBook, Outcomes, batches
 from hicache.jobs import FetchJob, LookupItem, LookupJob, TransferItem
-from hicache.node import Keep, Node, Tier
+from hicache.node import Node, Tier
 from hicache.outcome import Outcome
-from hicache.read_admission import Fetching, Offer, ReadAdmission
+from hicache.prefetch_record import Part, Prefetch
+from hicache.read_admission import Offer, ReadAdmission
 from hicache.slots import slot_of
 from hicache.stats import DirectoryStats
 
-Part = tuple[int, int]  # (page, group)
-
 EARLIER_STOP_BYTES_SHARE = 1 / 8  # of a plan: what having an earlier legal stop may cost on top
-REPLANS_MAX = 2  # a prompt whose objects fail one by one must not be tried for ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,38 +29,6 @@ class PrefetchLimits:
     threshold_tokens: int = 256
     l2_share: float = 0.5
     job_items_max: int = 16
-
-
-@dataclass(slots=True, eq=False)
-class Prefetch:
-    """One request's prefetch.
-
-    pages    [0, own) the engine has itself, in its L1 which is not ours
-             [0, base) usable before | [base, planned) promised | [planned, found) dropped for want of room
-             being fetched, and published in page order: [next, target); target <= planned
-    """
-
-    keys: Sequence[bytes]
-    remote: list[int]  # what L3 is believed to have of each page, as a mask of groups
-    own_pages: int = 0
-    base_pages: int = 0
-    planned_pages: int = 0
-    target_pages: int = 0
-    next_page: int = 0
-    replans_left: int = REPLANS_MAX
-    settled: bool = False
-    concluded: bool = False  # the request has taken what it could, or is gone
-    handles: dict[Part, int] = field(default_factory=dict)
-    arrived: dict[Part, Outcome] = field(default_factory=dict)
-    keeps: list[Keep] = field(default_factory=list)  # of each plan: what it uses that is here, and what has arrived
-    fetched: set[Part] = field(default_factory=set)
-    awaited: set[Part] = field(default_factory=set)  # of the plan: what another request's prefetch is fetching
-    shared: set[Part] = field(default_factory=set)  # what has come in this way
-    has_missed: bool = False  # something awaited has not come
-    fault: Outcome | None = None  # the first one
-    patient_until_s: float = math.inf  # as its mode says
-    give_up_at_s: float = math.inf  # when waiting longer costs more than it can bring; by the clock of the index
-    fetching: Fetching | None = None  # what is measured of it
 
 
 class Prefetcher:
@@ -198,17 +164,20 @@ class Prefetcher:
         self._drop(found - wanted, "faster_computed")
         self._drop(wanted - prefetch.planned_pages, "no_host_capacity")
         if wanted < found:
-            self._probe(prefetch, found)
+            self._probe(prefetch, self._offer(prefetch, base, stops, local))
 
-    def _worth(self, prefetch: Prefetch, base: int, stops: list[int], local: list[int]) -> list[int]:
-        """The leading ones of ``stops`` that the read policy wants, and with it how long to wait for them."""
+    def _offer(self, prefetch: Prefetch, base: int, stops: list[int], local: list[int]) -> Offer:
         expected = self._expected(prefetch, local)
 
         def bytes_until(stop: int) -> int:
             return self._bytes([(page, g) for page, g in self._index.rule.needed(stop) if not expected[page] >> g & 1])
 
         patience_s = max(0.0, prefetch.patient_until_s - self._index.now_s)
-        offer = Offer(base, stops, len(prefetch.keys), bytes_until, patience_s)
+        return Offer(base, stops, len(prefetch.keys), bytes_until, patience_s)
+
+    def _worth(self, prefetch: Prefetch, base: int, stops: list[int], local: list[int]) -> list[int]:
+        """The leading ones of ``stops`` that the read policy wants, and with it how long to wait for them."""
+        offer = self._offer(prefetch, base, stops, local)
         worth = self._admission.worth(offer)
         if worth:
             self._limit_patience(prefetch, replace(offer, stops=worth))
@@ -217,14 +186,14 @@ class Prefetcher:
     def _limit_patience(self, prefetch: Prefetch, offer: Offer) -> None:
         prefetch.give_up_at_s = self._index.now_s + self._admission.patience_s(offer)
 
-    def _probe(self, declined: Prefetch, stop: int) -> None:
-        """Fetch a few pages of a prefix of ``stop`` pages for nobody."""
-        pages = self._admission.probe_pages()
+    def _probe(self, declined: Prefetch, offer: Offer) -> None:
+        """Fetch a few pages of what was declined for nobody."""
+        pages = self._admission.probe_pages(offer)
         if not pages:
             return
         parts = [
             part
-            for part in sorted(self._index.rule.needed(stop))
+            for part in sorted(self._index.rule.needed(offer.stops[-1]))
             if not (self._here(declined, part[0]) >> part[1] & 1 or self._is_coming(declined, part))
         ]
         chosen = sorted({page for page, _ in parts})[:pages]

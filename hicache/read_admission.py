@@ -11,6 +11,7 @@ from hicache.outcome import Outcome
 from hicache.policies.read import LoadFacts, ReadPolicy
 
 ROUNDS_MAX = 8  # a policy that always wants a little less must not be asked for ever
+PROBE_SHARE = 1 / 8  # of computing what was declined: what a probe may take
 PROBE_REST = 20  # times as long as a probe took nothing is probed: 5 % of the bandwidth of a store that is not used
 TIER = "L3"
 
@@ -39,7 +40,7 @@ class ReadAdmission:
     """Fetches share L3's bandwidth: each is taken to come after all bytes that are under way when it begins.
 
     While the policy declines, little of what it declines is fetched all the same at times, for nobody, to find out when
-    L3 has become faster: one such probe at a time, twice as large each time, and never for long.
+    L3 has become faster: one such probe at a time, twice as large each time as long as that is quick, with rests.
     """
 
     def __init__(
@@ -50,7 +51,7 @@ class ReadAdmission:
         self._page_tokens = page_tokens
         self._now_s = now_s
         self._under_way_bytes = 0
-        self._probe_pages = 1
+        self._probe_pages = 0
         self._probe_from_s = 0.0
         self._is_probing = False
 
@@ -62,10 +63,14 @@ class ReadAdmission:
                 break
             wanted = offer.base_pages + self._policy.tokens(self._facts(offer, stops[-1])) // self._page_tokens
             if wanted >= stops[-1]:
-                self._probe_pages = 1
+                self._probe_pages = 0
                 return stops
             stops = stops[: bisect_right(stops, wanted)]
         return []
+
+    def _declined_s(self, offer: Offer) -> float:
+        tokens = self._page_tokens
+        return self._costs.prefill_s(offer.base_pages * tokens, offer.stops[-1] * tokens) or 0.0
 
     def patience_s(self, offer: Offer) -> float:
         """How long a request should wait at most for what is fetched of the last stop."""
@@ -99,13 +104,18 @@ class ReadAdmission:
         if expected_s is not None and seconds > expected_s * 0.99:
             self._costs.moved(TIER, fetching.size_bytes, seconds)
 
-    def probe_pages(self) -> int:
-        """Pages to fetch for nobody now, since what was offered has been declined; 0: none."""
+    def probe_pages(self, declined: Offer) -> int:
+        """Pages to fetch for nobody now, since this has been declined; 0: none."""
         is_due = not self._is_probing and self._under_way_bytes == 0 and self._now_s() >= self._probe_from_s
         if not is_due or self._costs.transfer_s(TIER, 1) is None:  # not measured: it was the policy's principle
             return 0
-        self._probe_pages *= 2
-        return self._probe_pages // 2
+        page_bytes = declined.bytes_until(declined.stops[-1]) / (declined.stops[-1] - declined.base_pages)
+        limit_s = PROBE_SHARE * self._declined_s(declined)
+        pages = max(1, 2 * self._probe_pages)
+        while pages > 1 and (self._costs.transfer_s(TIER, int(pages * page_bytes)) or 0.0) > limit_s:
+            pages //= 2
+        self._probe_pages = pages
+        return pages
 
     def _facts(self, offer: Offer, stop: int) -> LoadFacts:
         size_bytes = offer.bytes_until(stop)

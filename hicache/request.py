@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hicache.node import Entry, Keep
-from hicache.prefetch import Prefetch
+from hicache.prefetch_record import Prefetch
 
 
 @dataclass(slots=True, eq=False)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import combinations
 
 import numpy as np
@@ -11,8 +13,11 @@ from numpy.typing import NDArray
 
 SAMPLES_PER_SIZE = 8  # remembered of each power of two of the size: many small ones do not displace the few large
 CHANGE_FACTOR = 2.0  # two samples in a row that miss by more, in one direction, say that everything has changed
+ROUNDS = 3
+GOOD_ENOUGH = 0.05  # a sample that was foretold as well as this changes nothing
+SINGULAR = 1e-9  # samples that are all alike do not tell columns apart
 OUTLIERS_MAD = 3.0  # median absolute deviations beyond which a sample is not believed
-REACH = 4  # times the largest sample: further than that nothing is said
+REACH = 4  # times the largest sample: further than that nothing is known
 
 Row = tuple[float, ...]
 
@@ -27,13 +32,14 @@ class OnlineFit:
         self._samples: dict[int, deque[tuple[Row, float]]] = {}  # by the power of two of the size
         self._missed: list[tuple[Row, float]] = []  # the last samples in a row that were far off, one way
         self._was_slower = False
-        self._coefficients: NDArray[np.float64] | None = None
+        self._coefficients: list[float] | None = None
 
     def add(self, row: Row, seconds: float) -> None:
         """Something has taken so long. Nothing is learnt from sizes and times that are not above 0."""
         if not (seconds > 0 and row[0] > 0):
             return
-        self._note_miss(row, seconds)
+        expected = self.at(row) if self.reaches(row[0]) else None
+        self._note_miss(row, seconds, expected)
         if len(self._missed) == 2:
             self._samples.clear()
             for missed in self._missed:
@@ -41,19 +47,22 @@ class OnlineFit:
             self._missed.clear()
         else:
             self._keep(row, seconds)
-        self._coefficients = None
+        if expected is None or abs(seconds / max(expected, 1e-300) - 1) > GOOD_ENOUGH:
+            self._coefficients = None
 
     def at(self, row: Row) -> float | None:
-        """How long it is going to take; None where no sample is as large as a quarter of it."""
-        samples = [sample for of_size in self._samples.values() for sample in of_size]
-        if not samples or row[0] > REACH * max(sample[0][0] for sample in samples):
+        """How long it is going to take, however large it is; None without a sample."""
+        if not self._samples:
             return None
         if self._coefficients is None:
-            self._coefficients = _robust(samples)
-        return float(self._coefficients @ np.asarray(row))
+            self._coefficients = _robust([sample for of_size in self._samples.values() for sample in of_size]).tolist()
+        return math.fsum(map(operator.mul, self._coefficients, row))
 
-    def _note_miss(self, row: Row, seconds: float) -> None:
-        expected = self.at(row)
+    def reaches(self, size: float) -> bool:
+        """Whether something was seen that is at least a quarter as large."""
+        return any(size <= REACH * row[0] for of_size in self._samples.values() for row, _ in of_size)
+
+    def _note_miss(self, row: Row, seconds: float, expected: float | None) -> None:
         ratio = 1.0 if not expected else seconds / expected
         if 1 / CHANGE_FACTOR <= ratio <= CHANGE_FACTOR:
             self._missed.clear()
@@ -69,48 +78,38 @@ class OnlineFit:
 
 
 def _robust(samples: Sequence[tuple[Row, float]]) -> NDArray[np.float64]:
-    """Fit, leave out what is far off, and fit again."""
-    rows = np.array([row for row, _ in samples])
-    seconds = np.array([taken for _, taken in samples])
-    relative = rows / seconds[:, None]
-    # The start is where half of the samples agree, whatever the others say.
-    rate = np.median(seconds / rows[:, 0])
-    coefficients = _non_negative(relative) if len(samples) < 4 else _by_median(relative, rate)
-    errors = np.abs(relative @ coefficients - 1)
-    bound = max(OUTLIERS_MAD * float(np.median(errors)), 0.05)
-    believed = errors <= bound
-    return _non_negative(relative[believed]) if believed.sum() >= 2 else coefficients
+    """Fit where most samples agree, leave out what is far off that, and fit again."""
+    relative = np.array([row for row, _ in samples]) / np.array([[seconds] for _, seconds in samples])
+    weights, errors = np.ones(len(relative)), np.zeros(len(relative))
+    for _ in range(ROUNDS if len(samples) > 3 else 1):  # towards least absolute errors
+        coefficients = _non_negative(relative, weights)
+        errors = np.abs(relative @ coefficients - 1)
+        weights = 1 / np.maximum(errors, 1e-2)
+    believed = errors <= max(OUTLIERS_MAD * float(np.median(errors)), 0.05)
+    return _non_negative(relative, believed.astype(float))
 
 
-def _by_median(relative: NDArray[np.float64], rate: float) -> NDArray[np.float64]:
-    """Least absolute errors, by least squares with weights that are renewed a few times."""
-    weights = np.ones(len(relative))
-    coefficients = np.zeros(relative.shape[1])
-    coefficients[0] = rate
-    for _ in range(6):
-        coefficients = _non_negative(relative, np.sqrt(weights))
-        weights = 1 / np.maximum(np.abs(relative @ coefficients - 1), 1e-3)
+def _non_negative(relative: NDArray[np.float64], weights: NDArray[np.float64]) -> NDArray[np.float64]:
+    """The coefficients of at least 0 that bring ``relative @ coefficients`` nearest to 1: of all subsets of columns."""
+    scale = np.maximum(np.abs(relative).max(axis=0), 1e-300)
+    scaled = relative / scale
+    weighted = scaled * weights[:, None]
+    products, targets, total = scaled.T @ weighted, weighted.sum(axis=0), float(weights.sum())
+    best, least = np.zeros(len(scale)), np.inf
+    for columns in _subsets(len(scale)):
+        matrix = products[np.ix_(columns, columns)]
+        if len(columns) > 1 and np.linalg.det(matrix) < SINGULAR * np.prod(np.diag(matrix)):
+            continue
+        found = np.linalg.solve(matrix, targets[columns])
+        if (found < 0).any():
+            continue
+        error = total - float(found @ targets[columns])
+        if error < least * 0.98 - 1e-9 * total:  # a coefficient more has to explain something
+            best, least = np.zeros(len(scale)), error
+            best[columns] = found
+    coefficients: NDArray[np.float64] = best / scale
     return coefficients
 
 
-def _non_negative(relative: NDArray[np.float64], weights: NDArray[np.float64] | None = None) -> NDArray[np.float64]:
-    """The coefficients of at least 0 that bring ``relative @ coefficients`` nearest to 1: of all subsets of columns."""
-    if weights is None:
-        weights = np.ones(len(relative))
-    best, least = np.zeros(relative.shape[1]), np.inf
-    for columns in _subsets(relative.shape[1]):
-        chosen = relative[:, columns] * weights[:, None]
-        scale = np.maximum(np.abs(chosen).max(axis=0), 1e-300)
-        found = np.linalg.lstsq(chosen / scale, weights, rcond=1e-6)[0] / scale
-        if (found < 0).any():
-            continue
-        error = float((((relative[:, columns] @ found - 1) * weights) ** 2).sum())
-        if error < least * 0.98 - 1e-9:  # a coefficient more has to explain something
-            best, least = np.zeros(relative.shape[1]), error
-            best[list(columns)] = found
-    return best
-
-
-def _subsets(count: int) -> Iterator[list[int]]:
-    for size in range(1, count + 1):
-        yield from map(list, combinations(range(count), size))
+def _subsets(count: int) -> list[list[int]]:
+    return [list(columns) for size in range(1, count + 1) for columns in combinations(range(count), size)]

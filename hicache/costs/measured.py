@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 
-from hicache.costs.fit import OnlineFit, Row
+from hicache.costs.fit import REACH, OnlineFit, Row
 from hicache.errors import UsageError
 
 
@@ -25,12 +25,19 @@ class MeasuredCosts:
         self._loads[tier].add((float(size_bytes), 1.0), seconds)
 
     def prefill_s(self, start_tokens: int, end_tokens: int) -> float | None:
-        """What is saved by not computing ``[start, end)``: without the fixed cost of a step, which is there anyway."""
-        return self._prefill.at((*_work(start_tokens, end_tokens), 0.0))
+        """What is saved by not computing ``[start, end)``: without the fixed cost of a step, which is there anyway.
+
+        Far beyond all that was computed so far it is taken to be a quarter of what it seems: that may be fixed costs of
+        short steps. Where it matters, it is then computed, once, and known.
+        """
+        work = _work(start_tokens, end_tokens)
+        seconds = self._prefill.at((*work, 0.0))
+        return seconds if seconds is None or self._prefill.reaches(work[0]) else seconds / REACH
 
     def transfer_s(self, tier: str, size_bytes: int) -> float | None:
-        """How long so many bytes take, from the request for them on."""
-        return self._loads[tier].at((float(size_bytes), 1.0))
+        """How long so many bytes take, from the request for them on; None for far more than were ever asked for."""
+        fit = self._loads[tier]
+        return fit.at((float(size_bytes), 1.0)) if fit.reaches(size_bytes) else None
 
 
 def _work(start: int, end: int) -> Row:
