@@ -13,7 +13,7 @@ CHEAPEST = (
     "what was fetched for another may be evicted before it is used",
     "what is late is not accounted for",
 )
-STEPS_MAX = 600
+STEPS_MAX = 1500
 
 
 @pytest.mark.parametrize("mutant", [mutant for mutant in MUTANTS if mutant.name in CHEAPEST], ids=lambda m: m.name)
