@@ -8,6 +8,7 @@ what these differ by is the noise of the machine.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import statistics
 import threading
@@ -35,12 +36,14 @@ POLICIES = ("latency", "always", "never", "never again")
 BANDWIDTHS = (1 * MB, 2 * MB, 4 * MB, 8 * MB, 16 * MB, 64 * MB, 256 * MB, None)
 QUICK_BANDWIDTHS = (1 * MB, 8 * MB, None)
 LEARNING_REQUESTS = 3  # the first ones, which find out how fast the store is: told apart
+WARM_UP_REQUESTS = 3  # nothing of them is in the store, as when engines profile themselves
 TAIL_TOKENS = 40
 CHUNK_TOKENS = 256
 L1_PAGES = 160
 L2_BYTES = 64 * MB
-NOISE_ERRORS = 3.0  # standard errors of what the two that never read differ by
-NOISE_LEAST = 0.02
+NOISE_ERRORS = 3.0  # standard errors of the median of what the two that never read differ by
+NOISE_LEAST = 0.03
+MAD_TO_SIGMA, MEDIAN_TO_MEAN = 1.4826, 1.2533  # of a normal distribution
 
 
 class ThrottledL3:
@@ -86,8 +89,9 @@ class ThrottledRow:
 
     mb_per_s: float | None  # None: unthrottled
     policy: str
-    ttft_ms: float  # mean, once it has learnt
-    of_recompute: float
+    ttft_ms: float  # median, once it has learnt
+    of_recompute: float  # median over requests, each beside the same request in the same round
+    mean_of_recompute: float  # of all times together
     learning_of_recompute: float  # of the first requests
     noise: float  # what of_recompute may be above 1 by chance
     loaded_share: float  # of the tokens that L3 had
@@ -109,7 +113,7 @@ def run_throttled(
     """The rows of all bandwidths, printed, and what was served."""
     torch.set_num_threads(1)
     model = TinyHybrid(TinyConfig(kv_heads=4, head_dim=32), seed=5)  # 2.5 KiB a token: as costly to move as to compute
-    workload = fill_store(model, folder, requests=9 if quick else 15, stored_tokens=512)
+    workload = fill_store(model, folder, requests=9 if quick else 18, stored_tokens=512)
     rows: list[ThrottledRow] = []
     for bytes_per_s in QUICK_BANDWIDTHS if quick else BANDWIDTHS:
         show("unthrottled" if bytes_per_s is None else f"{bytes_per_s / MB:g} MB/s")
@@ -132,14 +136,15 @@ def fill_store(model: TinyHybrid, folder: Path, *, requests: int, stored_tokens:
 
 
 def measure(model: TinyHybrid, workload: Workload, folder: Path, bytes_per_s: float | None) -> list[ThrottledRow]:
-    """Each policy with a cache of its own that has seen nothing, but for the time of one prefill as engines profile."""
+    """Each policy with a cache of its own that has seen nothing of the store."""
     served: dict[str, list[Generated]] = {policy: [] for policy in POLICIES}
     with contextlib.ExitStack() as stack:
         engines = {}
         for policy in POLICIES:
             cache = stack.enter_context(_cache(model.spec(), folder, bytes_per_s, policy.split()[0], writes=False))
             engines[policy] = TinyEngine(model, cache, chunk_tokens=CHUNK_TOKENS, tells_prefill=True)
-            engines[policy].generate([1] * workload.stored_tokens, 1)
+            for token in range(WARM_UP_REQUESTS):
+                engines[policy].generate([token] * (workload.stored_tokens // (token + 1)), 1)
         for prompt in workload.prompts:
             for policy, engine in engines.items():
                 result = engine.generate(prompt, 1)
@@ -156,21 +161,26 @@ def _row(
     first, own = times[policy][:LEARNING_REQUESTS], times[policy][LEARNING_REQUESTS:]
     base = times["never"][LEARNING_REQUESTS:]
     again = times["never again"][LEARNING_REQUESTS:]
-    differences = [one - other for one, other in zip(base, again, strict=True)]
-    error = statistics.stdev(differences) / len(differences) ** 0.5 / statistics.mean(base)
-    noise = max(NOISE_LEAST, NOISE_ERRORS * error)
-    of_recompute = sum(own) / sum(base)
+    of_recompute = statistics.median(_ratios(own, base))
+    control = [math.log(ratio) for ratio in _ratios(again, base)]
+    deviation = MAD_TO_SIGMA * statistics.median(abs(value - statistics.median(control)) for value in control)
+    noise = max(NOISE_LEAST, NOISE_ERRORS * MEDIAN_TO_MEAN * deviation / len(control) ** 0.5)
     loaded = sum(result.by_source.get("l3", 0) for result in served[policy][LEARNING_REQUESTS:])
     return ThrottledRow(
         mb_per_s=None if bytes_per_s is None else bytes_per_s / MB,
         policy=policy,
-        ttft_ms=round(statistics.mean(own) * 1e3, 1),
+        ttft_ms=round(statistics.median(own) * 1e3, 1),
+        mean_of_recompute=round(sum(own) / sum(base), 3),
         of_recompute=round(of_recompute, 3),
         learning_of_recompute=round(sum(first) / sum(times["never"][:LEARNING_REQUESTS]), 3),
         noise=round(noise, 3),
         loaded_share=round(loaded / (len(own) * workload.stored_tokens), 3),
         is_slower=of_recompute > 1 + noise,
     )
+
+
+def _ratios(own: Sequence[float], base: Sequence[float]) -> list[float]:
+    return [one / other for one, other in zip(own, base, strict=True)]
 
 
 @contextlib.contextmanager
@@ -204,13 +214,16 @@ def _cache(
 
 def print_throttled(rows: Sequence[ThrottledRow], console: Console) -> None:
     """A line for each bandwidth and policy."""
-    table = Table("bandwidth", "read policy", "TTFT ms", "of recompute", "while learning", "noise", "loaded", "slower")
+    table = Table(
+        "bandwidth", "read policy", "TTFT ms", "of recompute", "mean", "while learning", "noise", "loaded", "slower"
+    )
     for row in rows:
         table.add_row(
             "unthrottled" if row.mb_per_s is None else f"{row.mb_per_s:g} MB/s",
             row.policy,
             f"{row.ttft_ms:.1f}",
             f"{row.of_recompute:.2f}",
+            f"{row.mean_of_recompute:.2f}",
             f"{row.learning_of_recompute:.2f}",
             f"{row.noise:.2f}",
             f"{row.loaded_share:.0%}",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from hicache.policies.read import LoadFacts, ReadPolicy
 ROUNDS_MAX = 8  # a policy that always wants a little less must not be asked for ever
 PROBE_SHARE = 1 / 8  # of computing what was declined: what a probe may take
 PROBE_REST = 20  # times as long as a probe took nothing is probed: 5 % of the bandwidth of a store that is not used
+CHECK_SHARE = 1 / 16  # of what loads take: what computing at times in their place may cost
+UNCHECKED_AT_START = 0.75  # what is known of computing at first is least certain
 TIER = "L3"
 
 
@@ -40,7 +43,8 @@ class ReadAdmission:
     """Fetches share L3's bandwidth: each is taken to come after all bytes that are under way when it begins.
 
     While the policy declines, little of what it declines is fetched all the same at times, for nobody, to find out when
-    L3 has become faster: one such probe at a time, twice as large each time as long as that is quick, with rests.
+    L3 has become faster: one such probe at a time, twice as large each time as long as that is quick, with rests. And
+    what would be loaded is computed at times, the rarer the more loads save, to find out what computing takes.
     """
 
     def __init__(
@@ -54,6 +58,7 @@ class ReadAdmission:
         self._probe_pages = 0
         self._probe_from_s = 0.0
         self._is_probing = False
+        self._unchecked = UNCHECKED_AT_START
 
     def worth(self, offer: Offer) -> list[int]:
         """The leading ones of the stops that are worth being loaded: all, some, or none."""
@@ -64,9 +69,26 @@ class ReadAdmission:
             wanted = offer.base_pages + self._policy.tokens(self._facts(offer, stops[-1])) // self._page_tokens
             if wanted >= stops[-1]:
                 self._probe_pages = 0
-                return stops
+                return [] if self._is_check_due(offer, stops[-1]) else stops
             stops = stops[: bisect_right(stops, wanted)]
         return []
+
+    def _is_check_due(self, offer: Offer, stop: int) -> bool:
+        """Whether this shall be computed though a load seems to take less. What is always loaded is never computed, and
+        what is believed of that would never be found to be wrong."""
+        facts = self._facts(offer, stop)
+        load_s = self._costs.transfer_s(facts.tier, facts.bytes)
+        prefill_s = self._costs.prefill_s(facts.held_tokens, facts.usable_tokens)
+        if not load_s or not prefill_s or self._policy.patience_s(facts) == math.inf:
+            return False
+        if 2 * self._costs.largest_computed_tokens >= facts.usable_tokens - facts.held_tokens:
+            self._costs.largest_computed_tokens = 0
+            self._unchecked = 0.0
+        self._unchecked += CHECK_SHARE * load_s / prefill_s
+        if self._unchecked < 1:
+            return False
+        self._unchecked = 0.0
+        return True
 
     def _declined_s(self, offer: Offer) -> float:
         tokens = self._page_tokens

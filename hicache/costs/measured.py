@@ -14,11 +14,13 @@ class MeasuredCosts:
 
     def __init__(self) -> None:
         self._prefill = OnlineFit()
+        self.largest_computed_tokens = 0  # since whoever reads it has set it to 0
         self._loads: defaultdict[str, OnlineFit] = defaultdict(OnlineFit)
 
     def computed(self, start_tokens: int, end_tokens: int, seconds: float) -> None:
         """The tokens ``[start, end)`` of a prompt were computed in so many seconds."""
         self._prefill.add((*_work(start_tokens, end_tokens), 1.0), seconds)
+        self.largest_computed_tokens = max(self.largest_computed_tokens, end_tokens - start_tokens)
 
     def moved(self, tier: str, size_bytes: int, seconds: float) -> None:
         """So many bytes, with those that were waiting before them, took so long to come from ``tier``."""

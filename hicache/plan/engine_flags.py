@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from hicache.costs.machine import GB
 from hicache.plan.capacity import Capacity
-from hicache.plan.machine import GB
 from hicache.plan.settings import Engine, Settings
 
 VERSIONS: Mapping[Engine, str] = {"sglang": "0.5.23", "vllm": "0.32.0"}
