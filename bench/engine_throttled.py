@@ -113,7 +113,7 @@ def run_throttled(
     """The rows of all bandwidths, printed, and what was served."""
     torch.set_num_threads(1)
     model = TinyHybrid(TinyConfig(kv_heads=4, head_dim=32), seed=5)  # 2.5 KiB a token: as costly to move as to compute
-    workload = fill_store(model, folder, requests=9 if quick else 18, stored_tokens=512)
+    workload = fill_store(model, folder, requests=9 if quick else 15, stored_tokens=512)
     rows: list[ThrottledRow] = []
     for bytes_per_s in QUICK_BANDWIDTHS if quick else BANDWIDTHS:
         show("unthrottled" if bytes_per_s is None else f"{bytes_per_s / MB:g} MB/s")
