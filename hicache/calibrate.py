@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from hicache.costs.fit import OnlineFit
+from hicache.costs.fit import robust_fit
 from hicache.costs.machine import Machine, Tier
 from hicache.errors import ConfigError
 from hicache.executor import Executor
@@ -163,12 +163,10 @@ class _Bench:
 
 
 def _measured(times: Iterator[tuple[int, Sequence[float]]]) -> Measured:
-    """A latency and a bandwidth, by the fit that the read policy of an engine learns with."""
+    """A latency and a bandwidth, by the fit that the read policy of an engine learns with, over all sizes at once."""
     seconds = {size_bytes: statistics.median(of_size) for size_bytes, of_size in times}
-    fit = OnlineFit()
-    for size_bytes, taken_s in seconds.items():
-        fit.add((float(size_bytes), 1.0), taken_s)
-    latency_s, byte_s = fit.at((0.0, 1.0)) or 0.0, fit.at((1.0, 0.0)) or 0.0
+    fitted = robust_fit([((float(size_bytes), 1.0), taken_s) for size_bytes, taken_s in seconds.items()])
+    byte_s, latency_s = fitted.tolist()
     if byte_s <= 0:  # nothing but latency within the noise: the largest load bounds it
         byte_s = min(taken_s / size_bytes for size_bytes, taken_s in seconds.items())
     tier = Tier(bytes_per_s=1 / byte_s, latency_s=latency_s)

@@ -55,7 +55,9 @@ class OnlineFit:
         if not self._samples:
             return None
         if self._coefficients is None:
-            self._coefficients = _robust([sample for of_size in self._samples.values() for sample in of_size]).tolist()
+            self._coefficients = robust_fit(
+                [sample for of_size in self._samples.values() for sample in of_size]
+            ).tolist()
         return math.fsum(map(operator.mul, self._coefficients, row))
 
     def reaches(self, size: float) -> bool:
@@ -77,8 +79,8 @@ class OnlineFit:
         self._samples.setdefault(size, deque(maxlen=SAMPLES_PER_SIZE)).append((row, seconds))
 
 
-def _robust(samples: Sequence[tuple[Row, float]]) -> NDArray[np.float64]:
-    """Fit where most samples agree, leave out what is far off that, and fit again."""
+def robust_fit(samples: Sequence[tuple[Row, float]]) -> NDArray[np.float64]:
+    """The coefficients of ``(row, seconds)``: where most samples agree, without what is far off that."""
     relative = np.array([row for row, _ in samples]) / np.array([[seconds] for _, seconds in samples])
     weights, errors = np.ones(len(relative)), np.zeros(len(relative))
     for _ in range(ROUNDS if len(samples) > 3 else 1):  # towards least absolute errors
