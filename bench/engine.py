@@ -19,7 +19,7 @@ from rich.console import Console
 from bench.engine_rows import EngineRow, print_engine_rows, rows_to_document
 from bench.machine import machine_facts, write_json
 
-ENGINES = ("sglang",)
+ENGINES = ("sglang", "tiny")
 REQUIREMENTS = "tests/engines/requirements-sglang.txt"
 
 
@@ -30,7 +30,13 @@ REQUIREMENTS = "tests/engines/requirements-sglang.txt"
 @click.option("--layout", "wanted", multiple=True, metavar="NAME", help="Only this host layout; may be repeated.")
 @click.option("--folder", metavar="DIR", help="Where stores are made; a temporary folder otherwise.")
 def main(engine: str, json_path: str | None, quick: bool, wanted: tuple[str, ...], folder: str | None) -> None:
-    """Measure backup (L2 to L3) and prefetch (L3 to L2) of an engine as released, on hicached and on its own files."""
+    """Measure backup (L2 to L3) and prefetch (L3 to L2) of an engine as released, on hicached and on its own files.
+
+    With the tiny model: whether what L3 has is ever slower to get than to compute, at any bandwidth of L3.
+    """
+    if engine == "tiny":
+        _run_tiny(json_path, quick=quick, folder=folder)
+        return
     if importlib.util.find_spec(engine) is None:
         raise click.ClickException(
             f"{engine} is not in this environment: make engines builds one that has it (.engines/{engine}), or "
@@ -55,6 +61,20 @@ def main(engine: str, json_path: str | None, quick: bool, wanted: tuple[str, ...
     machine = machine_facts(load_before) | {"wall_s": round(time.monotonic() - start_s, 1)}
     console.print(", ".join(f"{name} {value}" for name, value in machine.items()))
     write_json({**rows_to_document(rows), "machine": machine}, json_path)
+
+
+def _run_tiny(json_path: str | None, *, quick: bool, folder: str | None) -> None:
+    from bench.engine_throttled import run_throttled, throttled_document  # imports torch
+
+    start_s, load_before = time.monotonic(), os.getloadavg()[0]
+    console = Console(stderr=json_path == "-", width=None if sys.stdout.isatty() else 160)
+    with tempfile.TemporaryDirectory(prefix="hicache-bench-", dir=folder) as work, console.status("starting") as status:
+        rows, served = run_throttled(Path(work), quick=quick, show=status.update, console=console)
+    machine = machine_facts(load_before) | {"wall_s": round(time.monotonic() - start_s, 1)}
+    console.print(", ".join(f"{name} {value}" for name, value in machine.items()))
+    write_json({**throttled_document(rows, served), "machine": machine}, json_path)
+    if any(row.is_slower for row in rows if row.policy == "latency"):
+        raise SystemExit("with the read policy, reading was slower than computing: see above")
 
 
 def _prepare() -> None:

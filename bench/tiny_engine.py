@@ -85,7 +85,8 @@ Steps: TypeAlias = Generator[None, None, Generated | Busy]
 class TinyEngine:
     """Serves requests over one cache. Raises ConfigError for settings that do not fit the model.
 
-    ``donate``: the state slot of a request that ends on a page boundary becomes the snapshot.
+    ``donate``: the state slot of a request that ends on a page boundary becomes the snapshot. ``tells_prefill``: the
+    cache is told how long prefills take, and loads what takes less. Off, everything that is found is loaded.
     """
 
     def __init__(
@@ -95,6 +96,7 @@ class TinyEngine:
         *,
         chunk_tokens: int = 256,
         donate: bool = True,
+        tells_prefill: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.model = model
@@ -102,6 +104,7 @@ class TinyEngine:
         self.spec = model.spec()
         self.chunk_tokens = chunk_tokens
         self.donate = donate
+        self.tells_prefill = tells_prefill
         self.clock = clock
         if chunk_tokens < 1 or chunk_tokens % self.spec.page_tokens:
             raise ConfigError(
@@ -194,10 +197,14 @@ class _Run:
         restored = None
         if copy_restored_bytes:
             restored = copy_restored(self.engine.spec, self.engine.view(request), loaded.tokens)
-        copying_s = self.engine.clock() - copying_start_s
+        copied_s = self.engine.clock()
+        copying_s = copied_s - copying_start_s
         if (busy := (yield from self._prefill(request))) is not None:
             return busy
-        ttft_s = self.engine.clock() - self.start_s - copying_s
+        first_token_s = self.engine.clock()
+        ttft_s = first_token_s - self.start_s - copying_s
+        if self.engine.tells_prefill:
+            self.cache.tell_prefill(loaded.tokens, len(self.prompt), seconds=first_token_s - copied_s)
         if (busy := (yield from self._decode(request))) is not None:
             return busy
         return Generated(

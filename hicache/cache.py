@@ -9,6 +9,7 @@ from typing import Self
 
 from hicache.arena import arena_layout
 from hicache.connect import CAPACITY_BYTES_DEFAULT
+from hicache.costs.measured import tell_prefill
 from hicache.directory import Directory, DirectoryConfig
 from hicache.errors import UsageError
 from hicache.keys import BlockKeys, FieldValue, Tokens, token_array
@@ -18,6 +19,7 @@ from hicache.policies import policy_of
 from hicache.policies.eviction import EvictionFactory
 from hicache.policies.eviction_choice import eviction_policy_of
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
+from hicache.policies.read import READ_POLICY_DEFAULT, ReadFactory
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy, write_policy_of
 from hicache.pools import L1Pool, L2Pool
@@ -49,6 +51,7 @@ class HiCache:
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
         eviction: str | EvictionFactory = "lru",
+        read_policy: str | ReadFactory = READ_POLICY_DEFAULT,
         snapshot_policy: SnapshotPolicy | None = None,
         double_buffering: bool = False,
         layerwise: bool = False,
@@ -89,6 +92,7 @@ class HiCache:
                 spec,
                 config,
                 write_policy=write_policy_of(write_policy),
+                read_policy=read_policy,
                 snapshot_policy=snapshot_policy,
                 eviction=eviction_policy_of(eviction),
             )
@@ -117,6 +121,7 @@ class HiCache:
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
         eviction: str | EvictionFactory = "lru",
+        read_policy: str | ReadFactory = READ_POLICY_DEFAULT,
         snapshot_policy: SnapshotPolicy | None = None,
         double_buffering: bool = False,
         layerwise: bool = False,
@@ -169,6 +174,7 @@ class HiCache:
                 prefetch=prefetch,
                 write_policy=policy,
                 eviction=eviction_policy,
+                read_policy=read_policy,
                 snapshot_policy=snapshot_policy,
                 double_buffering=double_buffering,
                 layerwise=layerwise,
@@ -189,6 +195,7 @@ class HiCache:
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
         eviction: str | EvictionFactory = "lru",
+        read_policy: str | ReadFactory = READ_POLICY_DEFAULT,
         snapshot_policy: SnapshotPolicy | None = None,
         double_buffering: bool = False,
         layerwise: bool = False,
@@ -207,6 +214,7 @@ class HiCache:
             prefetch=prefetch,
             write_policy=write_policy,
             eviction=eviction,
+            read_policy=read_policy,
             snapshot_policy=snapshot_policy,
             double_buffering=double_buffering,
             layerwise=layerwise,
@@ -249,22 +257,28 @@ class HiCache:
         with self._changed:
             record = self._record_of(request)
             if record.prefetch is None:
-                request.prefetch_deadline_s = self._clock() + patience_s
-                self._directory.prefetch(record)
+                now_s = self._clock()
+                request.prefetch_deadline_s = now_s + patience_s
+                self._directory.tell_time(now_s)
+                self._directory.prefetch(record, patience_s=patience_s)
                 self._pump.pump()
 
     def wait(self, request: Request) -> bool:
         """Wait for the prefetch as its mode says, never past its deadline. Returns whether it is settled."""
         with self._changed:
             while not self.is_ready(request):
-                self._changed.wait(max(0.0, request.prefetch_deadline_s - self._clock()))
+                self._changed.wait(max(0.0, self._deadline_s(request) - self._clock()))
             return self._directory.is_settled(self._record_of(request))
 
     def is_ready(self, request: Request) -> bool:
         """Whether ``wait`` would return at once, for engines that poll instead."""
         with self._changed:
             settled = self._directory.is_settled(self._record_of(request))
-            return settled or self._closed or self._clock() >= request.prefetch_deadline_s
+            return settled or self._closed or self._clock() >= self._deadline_s(request)
+
+    def _deadline_s(self, request: Request) -> float:
+        """When it waits no longer: as its mode says, or when computing would have been over by then."""
+        return min(request.prefetch_deadline_s, self._directory.gives_up_at_s(self._record_of(request)))
 
     def load(self, request: Request, *, timeout_s: float = 0.0) -> Restored | None:
         """Bring the longest usable prefix into L1 and give the request its live state slots.
@@ -286,6 +300,7 @@ class HiCache:
         """Load, and wait for the copies; False when L1 has no room, or they have not ended in time."""
         until_s = time.monotonic() + self._replica.load_timeout_s
         self._check_open()
+        self._directory.tell_time(self._clock())
         while (progress := self._directory.load(record, patient=patient)) is Load.STARTED:
             self._pump.pump()
             if record.loading and not self._changed.wait(until_s - time.monotonic()):
@@ -395,6 +410,15 @@ class HiCache:
             is_over = self._pump.attempt(lambda patient: handover.go_on(), timeout_s=timeout_s)
             result = handover.result
             return Stored(result.pages_in_l3 * self.spec.page_tokens, is_over and result.is_complete)
+
+    def tell_prefill(self, start: int, end: int, *, seconds: float) -> None:
+        """The tokens ``[start, end)`` of a prompt, with all before them restored or computed, took so long to compute.
+
+        Tell it once for each request, or each chunk that was computed alone: the read policy compares loads with it.
+        Without it everything that is found is loaded. Raises UsageError unless ``0 <= start < end``.
+        """
+        with self._changed:
+            tell_prefill(self._directory.costs, start, end, seconds)
 
     def step(self) -> int:
         """Number the engine's next step, for ``RankWorker.step``: send it along with the step to every worker.

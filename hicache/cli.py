@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import sys
+from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
 
 import click
 
+from hicache.costs.machine import machine as base_machine
 from hicache.errors import ConfigError, HiCacheError
 from hicache.plan.command import plan
 
@@ -64,6 +67,35 @@ def demo(trace: str | None, requests: int | None, scale: int | None, seed: int, 
     except KeyboardInterrupt:  # while torch was being loaded; later ones are run_demo's
         click.echo("hicache: the demo was stopped by SIGINT", err=True)
         sys.exit(128 + signal.SIGINT)
+
+
+@cli.command()
+@click.option("--l3", required=True, metavar="ADDRESS", help="hicached, or a backend: what HiCache.open(l3=) takes.")
+@click.option("--token", default="", help="What hicached knows the tenant by.")
+@click.option("--device", default="cpu", show_default=True, help="Where L1 is: cpu, cuda, cuda:N.")
+@click.option("--machine", "base", default="h100", show_default=True, help="Preset whose GPU and compute are kept.")
+@click.option("--out", metavar="FILE", help="Write the machine here, for hicache plan --machine FILE (.json).")
+@click.option("--json", "json_path", metavar="FILE", help="Write all times as JSON; - for stdout.")
+def calibrate(l3: str, token: str, device: str, base: str, out: str | None, json_path: str | None) -> None:
+    """Measure what loads from host memory and from L3 take on this machine, and write them as a machine's preset."""
+    from hicache import calibrate as calibration  # it needs torch
+
+    if out is not None and not out.endswith(".json"):
+        raise ConfigError("out", out, "a name that ends in .json, which hicache plan --machine asks for")
+    machine, measured = calibration.calibrate(base_machine(base), l3=l3, token=token, device=device)
+    for name, found in measured.items():
+        tier = found.tier
+        click.echo(
+            f"{name}: {tier.latency_s * 1e3:.2f} ms + {tier.bytes_per_s / 1e9:.2f} GB/s"
+            f" (worst point {found.error_share:.0%} off)",
+            err=json_path == "-",
+        )
+    if out is not None:
+        calibration.write_machine(machine, out)
+    if json_path is not None:
+        document = {"machine": asdict(machine), "measured": {name: m.to_dict() for name, m in measured.items()}}
+        text = json.dumps(document, indent=1)
+        click.echo(text) if json_path == "-" else Path(json_path).write_text(text + "\n")
 
 
 cli.add_command(plan)

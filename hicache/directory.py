@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from hicache.arena import ArenaLayout
+from hicache.costs.measured import MeasuredCosts
 from hicache.errors import ConfigError, StateNotCommitted, UsageError
 from hicache.handover import Handover
 from hicache.index import Index
@@ -16,9 +18,11 @@ from hicache.node import Keep, Tier
 from hicache.policies.eviction import EvictionFactory
 from hicache.policies.eviction_choice import lru
 from hicache.policies.facts import RequestFacts
+from hicache.policies.read import READ_POLICY_DEFAULT, ReadFactory, read_policy_of
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy, WriteThrough
 from hicache.prefetch import Prefetcher, PrefetchLimits
+from hicache.read_admission import ReadAdmission
 from hicache.request import RequestRecord
 from hicache.snapshots import Snapshots
 from hicache.spec import CacheSpec, StateGroup
@@ -74,12 +78,14 @@ class Directory:
         config: DirectoryConfig,
         *,
         write_policy: WritePolicy | None = None,
+        read_policy: str | ReadFactory = READ_POLICY_DEFAULT,
         snapshot_policy: SnapshotPolicy | None = None,
         eviction: EvictionFactory = lru,
     ) -> None:
         self.spec = spec
         policy = write_policy or WriteThrough()
         self.stats = DirectoryStats(spec.object_bytes)
+        self.costs = MeasuredCosts()
         self.index = Index(
             spec,
             (config.l1_slots, config.l2_slots),
@@ -111,6 +117,12 @@ class Directory:
             self._jobs,
             PrefetchLimits(config.has_l3, spec.page_tokens, config.prefetch_threshold_tokens, config.prefetch_l2_share),
             self.stats,
+            ReadAdmission(
+                read_policy_of(read_policy, self.costs),
+                self.costs,
+                page_tokens=spec.page_tokens,
+                now_s=lambda: self.index.now_s,
+            ),
         )
         self._has_l3 = config.has_l3
         self._snapshots = Snapshots(
@@ -200,11 +212,20 @@ class Directory:
         self.stats.requests += 1
         return record
 
-    def prefetch(self, record: RequestRecord) -> None:
-        """Begin to bring from L3 what would make the usable prefix longer. Does nothing twice, or after the load."""
+    def prefetch(self, record: RequestRecord, *, patience_s: float = math.inf) -> None:
+        """Begin to bring from L3 what would make the usable prefix longer, as far as the read policy says that it pays.
+        Does nothing twice, or after the load. The request waits for ``patience_s`` at most."""
         self._check_not_released(record)
         if record.prefetch is None and not record.is_loaded:
-            record.prefetch = self._prefetcher.start(record.keys[: record.prompt_pages])
+            record.prefetch = self._prefetcher.start(record.keys[: record.prompt_pages], patience_s=patience_s)
+
+    def tell_time(self, now_s: float) -> None:
+        """By any clock that goes forward."""
+        self.index.now_s = now_s
+
+    def gives_up_at_s(self, record: RequestRecord) -> float:
+        """When waiting longer for the prefetch costs more than it can bring."""
+        return math.inf if record.prefetch is None else record.prefetch.give_up_at_s
 
     def is_settled(self, record: RequestRecord) -> bool:
         """Whether waiting longer for the prefetch can bring nothing more."""

@@ -10,7 +10,8 @@ from hicache.index import Index
 from hicache.jobbook import JobBook, Outcomes
 from hicache.jobs import CopyItem, CopyJob, CopyKind
 from hicache.node import Entry, Node, Tier
-from hicache.prefetch import Part, Prefetcher
+from hicache.prefetch import Prefetcher
+from hicache.prefetch_record import Part
 from hicache.request import RequestRecord
 from hicache.slots import slot_of
 from hicache.spec import CacheSpec, StateGroup

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 
 from hicache.index import Index
 from hicache.jobbook import JobBook, Outcomes, batches
 from hicache.jobs import FetchJob, LookupItem, LookupJob, TransferItem
-from hicache.node import Keep, Node, Tier
+from hicache.node import Node, Tier
 from hicache.outcome import Outcome
+from hicache.prefetch_record import Part, Prefetch
+from hicache.read_admission import Offer, ReadAdmission
 from hicache.slots import slot_of
 from hicache.stats import DirectoryStats
 
-Part = tuple[int, int]  # (page, group)
-
 EARLIER_STOP_BYTES_SHARE = 1 / 8  # of a plan: what having an earlier legal stop may cost on top
-REPLANS_MAX = 2  # a prompt whose objects fail one by one must not be tried for ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,35 +31,6 @@ class PrefetchLimits:
     job_items_max: int = 16
 
 
-@dataclass(slots=True, eq=False)
-class Prefetch:
-    """One request's prefetch.
-
-    pages    [0, own) the engine has itself, in its L1 which is not ours
-             [0, base) usable before | [base, planned) promised | [planned, found) dropped for want of room
-             being fetched, and published in page order: [next, target); target <= planned
-    """
-
-    keys: Sequence[bytes]
-    remote: list[int]  # what L3 is believed to have of each page, as a mask of groups
-    own_pages: int = 0
-    base_pages: int = 0
-    planned_pages: int = 0
-    target_pages: int = 0
-    next_page: int = 0
-    replans_left: int = REPLANS_MAX
-    settled: bool = False
-    concluded: bool = False  # the request has taken what it could, or is gone
-    handles: dict[Part, int] = field(default_factory=dict)
-    arrived: dict[Part, Outcome] = field(default_factory=dict)
-    keeps: list[Keep] = field(default_factory=list)  # of each plan: what it uses that is here, and what has arrived
-    fetched: set[Part] = field(default_factory=set)
-    awaited: set[Part] = field(default_factory=set)  # of the plan: what another request's prefetch is fetching
-    shared: set[Part] = field(default_factory=set)  # what has come in this way
-    has_missed: bool = False  # something awaited has not come
-    fault: Outcome | None = None  # the first one
-
-
 class Prefetcher:
     """Looks up, plans over all groups and tiers, fetches, and publishes page by page; plans anew when some of it fails.
 
@@ -70,20 +41,25 @@ class Prefetcher:
     waits only for plans that were made before it, so they cannot wait for each other in a circle.
     """
 
-    def __init__(self, index: Index, jobs: JobBook, limits: PrefetchLimits, stats: DirectoryStats) -> None:
+    def __init__(
+        self, index: Index, jobs: JobBook, limits: PrefetchLimits, stats: DirectoryStats, admission: ReadAdmission
+    ) -> None:
         self._index = index
+        self._admission = admission
         self._jobs = jobs
         self._limits = limits
         self._stats = stats
         self._held = [0] * len(index.pools[Tier.L2])  # L2 slots that prefetches hold, by group
         self._coming: dict[tuple[bytes, int], list[Prefetch]] = {}  # (key, group) being fetched: who else waits for it
 
-    def start(self, keys: Sequence[bytes], *, own: int = 0) -> Prefetch:
+    def start(self, keys: Sequence[bytes], *, own: int = 0, patience_s: float = math.inf) -> Prefetch:
         """Begin for a prompt with these restorable pages. The result may be settled at once, with nothing to gain.
 
         ``own``: so many leading pages the engine has itself; nothing of them is looked up or fetched.
+        ``patience_s``: the request will not wait longer.
         """
         prefetch = Prefetch(keys, remote=[0] * len(keys), own_pages=own)
+        prefetch.patient_until_s = self._index.now_s + patience_s
         local = max(own, self._index.match(keys, own=own))
         reason = self._reason_to_decline(len(keys), local)
         if reason is not None:
@@ -93,6 +69,7 @@ class Prefetcher:
         nodes = map(self._index.nodes.get, keys)  # L3 is not asked for what is here, which may go meanwhile
         prefetch.remote = [0 if node is None else node.resident & node.in_l3 for node in nodes]
         parts = self._missing(keys, beyond=local, own=own)
+        self._limit_patience(prefetch, Offer(local, [len(keys)], len(keys), lambda stop: 0, patience_s))
         items = tuple(LookupItem(group, keys[page]) for page, group in parts)
         self._jobs.emit(
             lambda job_id: LookupJob(job_id, items),
@@ -119,6 +96,10 @@ class Prefetcher:
         if prefetch.concluded:
             return
         prefetch.concluded = True
+        if prefetch.fetching is not None and reason == "late":
+            tokens = self._limits.page_tokens
+            gain = (prefetch.base_pages * tokens, prefetch.planned_pages * tokens)
+            self._admission.give_up(prefetch.fetching, gain_tokens=gain)
         promised = prefetch.planned_pages - prefetch.base_pages
         used = min(max(used_pages - prefetch.base_pages, 0), promised)
         if not prefetch.settled:
@@ -174,19 +155,64 @@ class Prefetcher:
         """Choose the longest prefix over all tiers, cut it to what L2 has room for, and fetch what it lacks."""
         base, stops, local = self._prospects(prefetch)
         found = stops[-1] if stops else base
+        worth = self._worth(prefetch, base, stops, local)
+        wanted = worth[-1] if worth else base
         prefetch.base_pages = base
-        prefetch.planned_pages = max(base, self._fetch_longest(prefetch, stops, local))
+        prefetch.planned_pages = max(base, self._fetch_longest(prefetch, worth, local))
         self._stats.prefetch_found += (found - base) * self._limits.page_tokens
         self._stats.prefetch_in_flight += (prefetch.planned_pages - base) * self._limits.page_tokens
-        self._drop(found - prefetch.planned_pages, "no_host_capacity")
+        self._drop(found - wanted, "faster_computed")
+        self._drop(wanted - prefetch.planned_pages, "no_host_capacity")
+        if wanted < found:
+            self._probe(prefetch, self._offer(prefetch, base, stops, local))
+
+    def _offer(self, prefetch: Prefetch, base: int, stops: list[int], local: list[int]) -> Offer:
+        expected = self._expected(prefetch, local)
+
+        def bytes_until(stop: int) -> int:
+            return self._bytes([(page, g) for page, g in self._index.rule.needed(stop) if not expected[page] >> g & 1])
+
+        patience_s = max(0.0, prefetch.patient_until_s - self._index.now_s)
+        return Offer(base, stops, len(prefetch.keys), bytes_until, patience_s)
+
+    def _worth(self, prefetch: Prefetch, base: int, stops: list[int], local: list[int]) -> list[int]:
+        """The leading ones of ``stops`` that the read policy wants, and with it how long to wait for them."""
+        offer = self._offer(prefetch, base, stops, local)
+        worth = self._admission.worth(offer)
+        if worth:
+            self._limit_patience(prefetch, replace(offer, stops=worth))
+        return worth
+
+    def _limit_patience(self, prefetch: Prefetch, offer: Offer) -> None:
+        prefetch.give_up_at_s = self._index.now_s + self._admission.patience_s(offer)
+
+    def _probe(self, declined: Prefetch, offer: Offer) -> None:
+        """Fetch a few pages of what was declined for nobody."""
+        pages = self._admission.probe_pages(offer)
+        if not pages:
+            return
+        parts = [
+            part
+            for part in sorted(self._index.rule.needed(offer.stops[-1]))
+            if not (self._here(declined, part[0]) >> part[1] & 1 or self._is_coming(declined, part))
+        ]
+        chosen = sorted({page for page, _ in parts})[:pages]
+        parts = [part for part in parts if chosen[0] <= part[0] <= chosen[-1]] if chosen else []
+        probe = Prefetch(declined.keys, list(declined.remote), own_pages=declined.own_pages, concluded=True)
+        if not parts or not self._has_budget(parts) or not self._acquire(probe, parts):
+            return
+        self._stats.prefetch_probes += 1
+        probe.next_page, probe.target_pages = chosen[0], chosen[-1] + 1
+        self._fetch_all(probe, parts, is_probe=True)
 
     def _replan(self, prefetch: Prefetch) -> None:
         """Some of it failed: fetch what the longest prefix without that lacks, such as an earlier snapshot."""
         prefetch.replans_left -= 1
         prefetch.handles.clear()
         prefetch.arrived.clear()
-        _, stops, local = self._prospects(prefetch)
-        self._fetch_longest(prefetch, [stop for stop in stops if stop <= prefetch.planned_pages], local)
+        base, stops, local = self._prospects(prefetch)
+        stops = [stop for stop in stops if stop <= prefetch.planned_pages]
+        self._fetch_longest(prefetch, self._worth(prefetch, base, stops, local), local)
 
     def _prospects(self, prefetch: Prefetch) -> tuple[int, list[int], list[int]]:
         """The usable prefix without L3, the legal stops beyond it with L3, and the masks of what is resident."""
@@ -201,9 +227,15 @@ class Prefetcher:
         prefetch.has_missed = False
         prefetch.target_pages, missing = self._reserve(prefetch, stops, local)
         prefetch.settled = not missing and not prefetch.awaited
-        for batch in batches(missing, self._limits.job_items_max):
-            self._fetch(prefetch, batch)
+        self._fetch_all(prefetch, missing)
         return prefetch.target_pages
+
+    def _fetch_all(self, prefetch: Prefetch, parts: Sequence[Part], *, is_probe: bool = False) -> None:
+        if not parts:
+            return
+        prefetch.fetching = self._admission.begin(self._bytes(parts), is_probe=is_probe)
+        for batch in batches(parts, self._limits.job_items_max):
+            self._fetch(prefetch, batch)
 
     def _reserve(self, prefetch: Prefetch, stops: list[int], local: list[int]) -> tuple[int, list[Part]]:
         """Room in L2 for the longest of ``stops`` that has it: its length and the parts to fetch, or ``(0, [])``.
@@ -212,8 +244,7 @@ class Prefetcher:
         another request takes no room, and is awaited.
         """
         budgets = [self._budget(group) for group in range(len(self._held))]
-        expected = [mask | self._coming_mask(key) for mask, key in zip(local, prefetch.keys, strict=True)]
-        candidates = self._index.rule.fitting(stops, expected, budgets)
+        candidates = self._index.rule.fitting(stops, self._expected(prefetch, local), budgets)
         while candidates:
             stop = candidates.pop()
             keep = self._index.keep(prefetch.keys, stop)
@@ -248,8 +279,14 @@ class Prefetcher:
             and not (self._here(prefetch, page) >> group & 1 or self._is_coming(prefetch, (page, group)))
         ]
         is_cheap = self._bytes(parts) <= EARLIER_STOP_BYTES_SHARE * self._bytes(missing)
-        has_room = all(sum(g == group for _, g in parts) <= self._budget(group) for group in range(len(self._held)))
-        return parts if is_cheap and has_room and self._acquire(prefetch, parts) else []
+        return parts if is_cheap and self._has_budget(parts) and self._acquire(prefetch, parts) else []
+
+    def _has_budget(self, parts: Sequence[Part]) -> bool:
+        return all(sum(g == group for _, g in parts) <= self._budget(group) for group in range(len(self._held)))
+
+    def _expected(self, prefetch: Prefetch, local: list[int]) -> list[int]:
+        """The masks of what is here, or coming for another request."""
+        return [mask | self._coming_mask(key) for mask, key in zip(local, prefetch.keys, strict=True)]
 
     def _here(self, prefetch: Prefetch, page: int) -> int:
         return self._index.available(prefetch.keys, page, own=prefetch.own_pages)
@@ -310,6 +347,10 @@ class Prefetcher:
             if not outcome.is_ok:
                 prefetch.fault = prefetch.fault or outcome
                 prefetch.remote[part[0]] &= ~(1 << part[1])
+        self._admission.arrived(self._bytes(parts))
+        if len(prefetch.arrived) == len(prefetch.handles) and prefetch.fetching is not None:
+            self._admission.end(prefetch.fetching, set(prefetch.arrived.values()))
+            prefetch.fetching = None
         self._go_on(prefetch)
 
     def _go_on(self, first: Prefetch) -> None:

@@ -20,6 +20,8 @@ class Decides(Protocol):
 
     def take_jobs(self) -> list[Job]: ...
 
+    def tell_time(self, now_s: float) -> None: ...
+
     def complete(self, completion: Completion, *, rank: int = 0) -> None: ...
 
     def lose_rank(self, rank: int, reason: str) -> None: ...
@@ -47,9 +49,14 @@ class Pump:
 
     def complete(self, rank: int, completion: Completion) -> None:
         """One rank has done a job."""
-        self._inbox.append(lambda: self._directory.complete(completion, rank=rank))
+        now_s = self._clock()
+        self._inbox.append(lambda: self._done(rank, completion, now_s))
         with self.changed:
             self.pump()
+
+    def _done(self, rank: int, completion: Completion, now_s: float) -> None:
+        self._directory.tell_time(now_s)
+        self._directory.complete(completion, rank=rank)
 
     def lose(self, rank: int, reason: str) -> None:
         """A rank is gone for good."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from hicache.node import Entry, Keep
 from hicache.policies.facts import RequestFacts
-from hicache.prefetch import Prefetch
+from hicache.prefetch_record import Prefetch
 
 
 @dataclass(slots=True, eq=False)

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
+from hicache.costs.measured import tell_prefill
 from hicache.directory import DirectoryConfig
 from hicache.errors import UsageError
 from hicache.keys import BlockKeys, FieldValue, chained_key
@@ -16,6 +17,7 @@ from hicache.policies import policy_of
 from hicache.policies.eviction import EvictionFactory
 from hicache.policies.eviction_choice import eviction_policy_of
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
+from hicache.policies.read import READ_POLICY_DEFAULT, ReadFactory
 from hicache.policies.write import WritePolicy, write_policy_of
 from hicache.pools import L1Pool, L2Pool
 from hicache.ranks.settings import Ranks
@@ -61,6 +63,7 @@ class SlotCache:
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
         eviction: str | EvictionFactory = "lru",
+        read_policy: str | ReadFactory = READ_POLICY_DEFAULT,
         one_numbering: bool = False,
         tells_changes: bool = False,
         ranks: Ranks | None = None,
@@ -97,6 +100,7 @@ class SlotCache:
                 spec,
                 config,
                 write_policy=policy,
+                read_policy=read_policy,
                 eviction=eviction_policy,
                 one_numbering=one_numbering,
                 tells_changes=tells_changes,
@@ -117,6 +121,7 @@ class SlotCache:
         prefetch: PrefetchPolicy | None = None,
         write_policy: str | WritePolicy = "write_through",
         eviction: str | EvictionFactory = "lru",
+        read_policy: str | ReadFactory = READ_POLICY_DEFAULT,
         one_numbering: bool = False,
         tells_changes: bool = False,
     ) -> Self:
@@ -134,6 +139,7 @@ class SlotCache:
             prefetch=prefetch,
             write_policy=write_policy,
             eviction=eviction,
+            read_policy=read_policy,
             one_numbering=one_numbering,
             tells_changes=tells_changes,
             ranks=ranks,
@@ -173,14 +179,15 @@ class SlotCache:
                 tokens = self._directory.gainable_tokens(record, own_tokens=beyond)
                 patience_s = self._prefetch_policy.patience_s(mode or self._prefetch_policy.mode, tokens=tokens)
                 request.prefetch_deadline_s = self._clock() + patience_s
-                self._directory.prefetch(record, own_tokens=beyond)
+                self._directory.prefetch(record, own_tokens=beyond, patience_s=patience_s)
                 self._pump.pump()
 
     def is_ready(self, request: SlotRequest) -> bool:
         """Whether the mode of the prefetch lets the request wait no longer."""
         with self._changed:
             settled = self._directory.is_settled(self._record_of(request))
-            return settled or self._closed or self._clock() >= request.prefetch_deadline_s
+            gives_up_at_s = self._directory.gives_up_at_s(request._record)
+            return settled or self._closed or self._clock() >= min(request.prefetch_deadline_s, gives_up_at_s)
 
     def usable(self, request: SlotRequest, *, beyond: int) -> int:
         """The longest prefix, in tokens, that ``load`` can restore now: whole pages, the last token left to compute,
@@ -241,6 +248,11 @@ class SlotCache:
         """``(group, slot)`` of what copies for the request, or for any, read or write, or are about to write."""
         with self._changed:
             return self._directory.busy_slots(None if request is None else self._record_of(request))
+
+    def tell_prefill(self, start: int, end: int, *, seconds: float) -> None:
+        """As ``HiCache.tell_prefill``."""
+        with self._changed:
+            tell_prefill(self._directory.costs, start, end, seconds)
 
     def step(self, reuses: Mapping[int, Iterable[int]] | None = None) -> Step:
         """Number the engine's next step, for ``RankWorker.step``: send it along with the step to every worker.

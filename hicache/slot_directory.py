@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from hicache.costs.measured import MeasuredCosts
 from hicache.directory import DirectoryConfig
 from hicache.errors import ConfigError, UsageError
 from hicache.index import Index
@@ -13,8 +15,10 @@ from hicache.jobs import Completion, Job
 from hicache.page_changes import PageChange, PageChanges
 from hicache.policies.eviction import EvictionFactory
 from hicache.policies.eviction_choice import lru
+from hicache.policies.read import READ_POLICY_DEFAULT, ReadFactory, read_policy_of
 from hicache.policies.write import WritePolicy, WriteThrough
 from hicache.prefetch import Prefetcher, PrefetchLimits
+from hicache.read_admission import ReadAdmission
 from hicache.slot_loader import SlotLoader
 from hicache.slot_request import EngineSlot, SlotLoad, SlotRecord, SlotSave, SlotsByPage
 from hicache.slot_saver import SlotSaver
@@ -47,6 +51,7 @@ class SlotDirectory:
         *,
         write_policy: WritePolicy | None = None,
         eviction: EvictionFactory = lru,
+        read_policy: str | ReadFactory = READ_POLICY_DEFAULT,
         one_numbering: bool = False,
         tells_changes: bool = False,
     ) -> None:
@@ -56,6 +61,7 @@ class SlotDirectory:
         _check(config, policy)
         self.spec = spec
         self.stats = DirectoryStats(spec.object_bytes)
+        self.costs = MeasuredCosts()
         none = (0,) * len(spec.groups)
         self.index = Index(
             spec,
@@ -82,6 +88,12 @@ class SlotDirectory:
             self._jobs,
             PrefetchLimits(config.has_l3, spec.page_tokens, config.prefetch_threshold_tokens, config.prefetch_l2_share),
             self.stats,
+            ReadAdmission(
+                read_policy_of(read_policy, self.costs),
+                self.costs,
+                page_tokens=spec.page_tokens,
+                now_s=lambda: self.index.now_s,
+            ),
         )
         self._loader = SlotLoader(
             self.index,
@@ -166,7 +178,7 @@ class SlotDirectory:
         keys = record.keys[: record.restorable_pages]
         return (len(keys) - max(own, self.index.match(keys, own=own))) * self.spec.page_tokens
 
-    def prefetch(self, record: SlotRecord, *, own_tokens: int) -> None:
+    def prefetch(self, record: SlotRecord, *, own_tokens: int, patience_s: float = math.inf) -> None:
         """Begin to bring from L3 what makes the usable prefix longer than the engine's own. Does nothing while an
         earlier prefetch of the request has not been concluded: by a load, a save or more tokens."""
         self._check_not_released(record)
@@ -175,7 +187,11 @@ class SlotDirectory:
             self._saver.ask(record, record.own_pages)
         if record.prefetch is None or record.prefetch.concluded:
             keys = [] if self._jobs.has_lost else record.keys[: record.restorable_pages]
-            record.prefetch = self._prefetcher.start(keys, own=min(record.own_pages, len(keys)))
+            record.prefetch = self._prefetcher.start(keys, own=min(record.own_pages, len(keys)), patience_s=patience_s)
+
+    def gives_up_at_s(self, record: SlotRecord) -> float:
+        """When waiting longer for the prefetch costs more than it can bring."""
+        return math.inf if record.prefetch is None else record.prefetch.give_up_at_s
 
     def is_settled(self, record: SlotRecord) -> bool:
         """Whether waiting longer for the prefetch can bring nothing more."""

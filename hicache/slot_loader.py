@@ -11,7 +11,8 @@ from hicache.jobbook import JobBook, Outcomes
 from hicache.jobs import CopyItem, CopyJob, CopyKind
 from hicache.node import Entry, Keep, Tier
 from hicache.policies.facts import RequestFacts
-from hicache.prefetch import Part, Prefetcher
+from hicache.prefetch import Prefetcher
+from hicache.prefetch_record import Part
 from hicache.slot_request import EngineSlot, Promise, SlotLoad, SlotRecord, SlotsByPage
 from hicache.slot_use import SlotUse
 from hicache.slots import slot_of

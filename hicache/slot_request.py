@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hicache.node import Keep, Node
-from hicache.prefetch import Part, Prefetch
+from hicache.prefetch_record import Part, Prefetch
 
 EngineSlot = tuple[int, int]  # (group, index of a slot in the engine's pool of that group); see SlotUse.slot
 SlotsByPage = Mapping[int, Mapping[int, int]]  # group -> page -> slot

@@ -10,7 +10,7 @@ from hicache.jobbook import JobBook, Outcomes, batches
 from hicache.jobs import CopyItem, CopyJob, CopyKind, LookupItem, LookupJob
 from hicache.node import Node, Tier
 from hicache.policies.write import WritePolicy
-from hicache.prefetch import Part
+from hicache.prefetch_record import Part
 from hicache.slot_loader import SlotLoader
 from hicache.slot_request import SlotRecord, SlotSave, SlotsByPage
 from hicache.slot_use import SlotUse

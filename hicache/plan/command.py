@@ -11,11 +11,11 @@ from typing import Any
 import click
 from rich.console import Console
 
+from hicache.costs.machine import GB, GIB, MACHINES, Machine, machine
 from hicache.errors import ConfigError
 from hicache.plan import dtypes
 from hicache.plan.engine_flags import VERSIONS, engine_flags
 from hicache.plan.lengths import LengthMix
-from hicache.plan.machine import GB, GIB, MACHINES, Machine, machine
 from hicache.plan.plan import Plan, make_plan
 from hicache.plan.presets import CONFIGS, model
 from hicache.plan.report import show

@@ -6,9 +6,9 @@ import shlex
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 
+from hicache.costs.machine import GB
 from hicache.plan.capacity import Capacity
 from hicache.plan.formula import Ledger
-from hicache.plan.machine import GB
 from hicache.plan.settings import Engine, Settings
 from hicache.plan.sizes import memory_fraction
 

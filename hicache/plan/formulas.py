@@ -387,13 +387,3 @@ DWPD = Formula(
     "drive",
     "bytes of a day over the bytes of the drives",
 )
-PREFILL = Formula(
-    "prefill_s",
-    "(2 * active_parameters * (tokens - cached) + pair_flops * (tokens ** 2 - cached ** 2)) / flops_per_s",
-    "s",
-    "replica",
-    "roofline: a multiply and an add for each active weight, and half of all pairs of tokens in attention",
-)
-LOAD = Formula(
-    "load_s", "latency_s + (tokens * bytes_per_token + state_bytes) / bytes_per_s", "s", "replica", "latency, bandwidth"
-)

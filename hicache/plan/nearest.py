@@ -7,10 +7,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from hicache.costs.machine import GIB
 from hicache.errors import ConfigError
 from hicache.plan.capacity import work_out
 from hicache.plan.lengths import LengthMix
-from hicache.plan.machine import GIB
 from hicache.plan.ratio import solve
 from hicache.plan.settings import Settings
 

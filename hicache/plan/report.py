@@ -8,8 +8,8 @@ from rich.console import Console, Group
 from rich.table import Table
 from rich.text import Text
 
+from hicache.costs.machine import GIB
 from hicache.plan.formula import Figure
-from hicache.plan.machine import GIB
 from hicache.plan.plan import Plan
 
 _MIB = 2**20

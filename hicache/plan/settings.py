@@ -5,10 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias, get_args
 
+from hicache.costs.machine import Machine
 from hicache.errors import ConfigError
 from hicache.plan import dtypes
 from hicache.plan.lengths import LengthMix
-from hicache.plan.machine import Machine
 from hicache.plan.model import ModelShape, heads_on_rank
 from hicache.slices import check_whole
 

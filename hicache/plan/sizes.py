@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from hicache.costs.machine import GIB, Machine
 from hicache.groups import dtype_bytes
 from hicache.plan import formulas
 from hicache.plan.dtypes import KV_DTYPES
 from hicache.plan.formula import Ledger
-from hicache.plan.machine import GIB, Machine
 from hicache.plan.model import Attention, Recurrence, heads_on_rank, pipeline_stages, stage_counts
 from hicache.plan.settings import FRACTION_MAX, Settings
 

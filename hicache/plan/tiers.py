@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+from hicache.costs.machine import Tier
+from hicache.costs.model import ModelCosts, Prefill
 from hicache.plan import formulas
 from hicache.plan.capacity import Capacity
 from hicache.plan.formula import Ledger
-from hicache.plan.machine import Tier
 from hicache.plan.model import pipeline_stages
 from hicache.plan.reuse import ReuseCurve, TtlPoint
 from hicache.plan.settings import Settings
@@ -182,24 +183,18 @@ def breakeven_tokens(settings: Settings, capacity: Capacity, tier: Tier, request
 
 def _pays(settings: Settings, capacity: Capacity, tier: Tier, request: TierRequest, tokens: int) -> bool:
     ranks = settings.tp * settings.pp if tier.shared else 1
-    scratch = Ledger()
-    prefill = scratch.work_out(
-        formulas.PREFILL,
-        active_parameters=_active_parameters(settings, request),
-        tokens=tokens,
-        cached=0,
+    prefill = Prefill.roofline(
+        parameters=_active_parameters(settings, request),
         pair_flops=pair_flops(settings),
         flops_per_s=settings.machine.prefill_tflops * 1e12 * settings.tp * settings.pp,
     )
-    load = scratch.work_out(
-        formulas.LOAD,
-        latency_s=tier.latency_s,
-        tokens=tokens,
-        bytes_per_token=capacity.kv.bytes_per_token * ranks,
+    costs = ModelCosts(
+        prefill,
+        {"tier": tier},
+        token_bytes=capacity.kv.bytes_per_token * ranks,
         state_bytes=capacity.state.slot_bytes * ranks,
-        bytes_per_s=tier.bytes_per_s,
     )
-    return bool(load < prefill)
+    return costs.load_s("tier", tokens) < costs.prefill_s(0, tokens)
 
 
 def pair_flops(settings: Settings) -> int:

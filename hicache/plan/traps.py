@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
+from hicache.costs.machine import GIB
 from hicache.plan.formula import Ledger
-from hicache.plan.machine import GIB
 from hicache.plan.sizes import memory_fraction
 
 if TYPE_CHECKING:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from hicache.costs.machine import GIB, Machine
 from hicache.plan import formulas
 from hicache.plan.formula import Ledger
 from hicache.plan.lengths import requests_that_fit
-from hicache.plan.machine import GIB, Machine
 from hicache.plan.model import pipeline_stages, stage_counts
 from hicache.plan.settings import Settings
 from hicache.plan.sizes import NO_STATE, KvSizes, StateSizes

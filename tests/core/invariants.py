@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from hicache.arena_room import ArenaRoom
+from hicache.jobs import FetchJob
 from hicache.node import Entry, Tier
 from hicache.request import RequestRecord
 from hicache.room import Room
@@ -382,7 +383,19 @@ def prefetches_have_settled(system: System) -> None:
     assert all(live.record.prefetch is None or live.record.prefetch.settled for live in system.live)
 
 
+def bytes_on_their_way_are_counted(system: System) -> None:
+    """What the read policy takes for the queue at L3 is what is being fetched, each job until all ranks have it; and
+    what never pays is never read."""
+    fetching = {task.job.job_id: task.job for task in system.executor.waiting if isinstance(task.job, FetchJob)}
+    object_bytes = system.directory.stats.object_bytes
+    size_bytes = sum(object_bytes[item.group] for job in fetching.values() for item in job.items)
+    assert system.prefetcher._admission._under_way_bytes == size_bytes
+    if system.read_policy == "never":
+        assert not system.directory.stats.tokens_by_source["l3"]
+
+
 ALWAYS = (
+    bytes_on_their_way_are_counted,
     published_copies_are_true,
     requests_compute_on_true_bytes,
     loads_take_the_longest_usable_prefix,

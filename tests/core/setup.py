@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.spec import Group, PagedGroup, StateGroup
@@ -12,6 +13,7 @@ from tests.core.world import MODELS, PAGE, POLICIES, World, shared
 
 SLOTS = (2, 3, 4, 6, 12, 12, 30, 30)  # from what hardly does for one request to what is enough for all
 HYBRIDS = [groups for groups in MODELS if len({type(group) for group in groups}) > 1]  # drawn twice as often
+FETCH_S = (0.0, 0.001, 0.001, 0.01, 0.1, 1.0)  # of one object
 SHARES = (0.1, 0.2, 0.5, 1.0)
 
 
@@ -35,6 +37,9 @@ class Setup:
     store_l2_share: float
     job_items_max: int
     seconds_per_request: float
+    read_policy: str
+    fetch_s: float
+    token_s: float
 
     @classmethod
     def draw(cls, rng: random.Random) -> Setup:
@@ -65,13 +70,14 @@ class Setup:
             job_items_max=rng.choice([1, 2, 16]),
             seconds_per_request=rng.choice([0.0, 25.0, 100.0]),
             layerwise=ways % 2 == 1,
+            **reads_of(f"{groups} {ranks} {ways}"),
         )
 
     def world(self) -> World:
         arena = None
         if self.units is not None:
             arena = shared(self.groups, units=self.units, slots_per_unit=self.slots_per_unit)
-        return World(
+        world = World(
             self.groups,
             l1=self.l1,
             l2=self.l2 or 0,
@@ -87,7 +93,10 @@ class Setup:
             store_l2_share=self.store_l2_share,
             double_buffering=self.double_buffering,
             layerwise=self.layerwise,
+            read_policy=self.read_policy,
         )
+        world.fetch_s, world.token_s = self.fetch_s, self.token_s
+        return world
 
     @property
     def traits(self) -> Iterator[str]:
@@ -95,6 +104,7 @@ class Setup:
         states = [group for group in self.groups if isinstance(group, StateGroup)]
         paged = [group for group in self.groups if isinstance(group, PagedGroup)]
         yield f"policy.{self.policy}"
+        yield f"read.{self.read_policy}"
         yield f"ranks.{self.ranks}"
         yield "l1.fixed" if self.units is None else "l1.arena"
         yield "tiers.3" if self.has_l3 else "tiers.2" if self.l2 else "tiers.1"
@@ -108,6 +118,16 @@ class Setup:
             yield "no full attention"
         if any(self.lacks):
             yield "stages"
+
+
+def reads_of(seed: str) -> dict[str, Any]:
+    """How L3 is read, and how fast it and compute are. Of its own seed, so that walks stay what they were without."""
+    rng = random.Random(seed)
+    return {
+        "read_policy": rng.choice(["latency"] * 7 + ["gpu", "always", "never"]),
+        "fetch_s": rng.choice(FETCH_S),
+        "token_s": rng.choice([0.0, 0.0, 0.01, 0.1]),
+    }
 
 
 def _slots(rng: random.Random, groups: int) -> tuple[int, ...]:

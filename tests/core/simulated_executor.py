@@ -74,6 +74,7 @@ class SimulatedExecutor:
         self.once_in_l3: set[tuple[bytes, int, int]] = set()
         self.lookups_failed = 0  # or were not answered by a lost rank
         self.left = list(range(ranks))  # ranks that are not lost
+        self.take_time: Callable[[Job], None] = lambda job: None
         self.waiting: list[Task] = []
         self.done: list[Task] = []
         self.in_flight: list[tuple[int, tuple[CopyItem, ...]]] = []  # by rank, what was loaded by layer
@@ -164,6 +165,7 @@ class SimulatedExecutor:
             self.in_flight.append((task.rank, task.job.items))
         elif isinstance(task.job, CopyJob) and task.job.kind is CopyKind.ARRIVE:
             self.in_flight.remove((task.rank, task.job.items))
+        self.take_time(task.job)
         self.directory.complete(Completion(task.job.job_id, outcomes), rank=task.rank)
         self.collect()
         return task.job

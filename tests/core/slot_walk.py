@@ -39,7 +39,9 @@ class SlotWalk:
             ranks=self.setup.ranks,
             prefetch_l2_share=self.setup.prefetch_l2_share,
             store_l2_share=self.setup.store_l2_share,
+            read_policy=self.setup.read_policy,
         )
+        self.world.fetch_s, self.world.token_s = self.setup.fetch_s, self.setup.token_s
         self.is_faulty = rng.random() < 0.5
         self.is_deadly = rng.random() < 0.2
         self.trunks = [self.tokens(24) for _ in range(2)]

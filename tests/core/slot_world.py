@@ -15,7 +15,7 @@ from hicache.spec import StateGroup
 from tests.core.live import PAGE
 from tests.core.simulated_executor import GARBAGE, Fault, SimulatedExecutor, no_fault
 from tests.core.slot_invariants import ALWAYS, AT_REST, usable_beyond
-from tests.core.system import System
+from tests.core.system import CheckedRead, System
 
 Parts = dict[tuple[int, int], int]  # (page, group) -> slot of the engine
 
@@ -48,7 +48,12 @@ class SlotWorld(System):
 
     def begin(self) -> None:
         self.slots: SlotDirectory = SlotDirectory(
-            self.spec, self.config, write_policy=self.policy(), one_numbering=self.one_numbering, tells_changes=True
+            self.spec,
+            self.config,
+            write_policy=self.policy(),
+            read_policy=lambda costs: CheckedRead(self.read_policy, costs),
+            one_numbering=self.one_numbering,
+            tells_changes=True,
         )
         self.directory = self.slots  # type: ignore[assignment]
         self.lives.append(self.slots.stats)
@@ -61,6 +66,7 @@ class SlotWorld(System):
         self._send = self.writer._send
         self.writer._send = self.check_sent  # type: ignore[method-assign]
         self.executor = SimulatedExecutor(self.spec, self.directory, ranks=self.config.ranks, lacks=self.lacks)
+        self.executor.take_time = self.take_time
         self.alive: list[Life] = []
         self.ended.clear()
         count = min(self.config.l1_slots) if self.one_numbering else 0
@@ -209,6 +215,9 @@ class SlotWorld(System):
         self.step(parts if tells else None)
         self.write(life, parts)
         life.parts |= parts
+        if self.token_s:
+            tokens = (life.computed * PAGE, end * PAGE)
+            self.slots.costs.computed(*tokens, self.token_s * (tokens[1] - tokens[0]))
         life.computed = end
         return True
 

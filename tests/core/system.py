@@ -8,9 +8,10 @@ from dataclasses import replace
 
 from hicache.arena import ArenaLayout
 from hicache.directory import Directory, DirectoryConfig
-from hicache.jobs import StoreJob
+from hicache.jobs import FetchJob, Job, StoreJob
 from hicache.keys import BlockKeys
 from hicache.node import Entry, Keep, Tier
+from hicache.policies.read import LoadFacts, ReadCosts, read_policy_of
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy, WriteThrough
 from hicache.spec import CacheSpec, Group
@@ -18,6 +19,30 @@ from hicache.stats import DirectoryStats
 from tests.core.invariants import ALWAYS, AT_REST, everything_is_in_l3_if_said_so, is_unwritten
 from tests.core.live import PAGE, Live, stage_of
 from tests.core.simulated_executor import Fault, SimulatedExecutor, no_fault
+
+
+class CheckedRead:
+    """A read policy that holds what it is told, and what it answers, against what must hold of both."""
+
+    def __init__(self, choice: str, costs: ReadCosts) -> None:
+        self._policy = read_policy_of(choice, costs)
+
+    def tokens(self, facts: LoadFacts) -> int:
+        self._check(facts)
+        assert facts.bytes >= 0
+        tokens = self._policy.tokens(facts)
+        assert 0 <= tokens <= facts.usable_tokens - facts.held_tokens
+        assert tokens % PAGE == 0
+        return tokens
+
+    def patience_s(self, facts: LoadFacts) -> float:
+        self._check(facts)
+        return self._policy.patience_s(facts)
+
+    def _check(self, facts: LoadFacts) -> None:
+        assert facts.held_tokens < facts.usable_tokens <= facts.prompt_tokens
+        assert facts.queue_s >= 0
+        assert facts.patience_s >= 0
 
 
 class System:
@@ -39,6 +64,7 @@ class System:
         job_items_max: int = 16,
         seconds_per_request: float = 0.0,
         policy: Callable[[], WritePolicy] = WriteThrough,
+        read_policy: str = "latency",
         snapshot_policy: SnapshotPolicy | None = None,
         lacks: tuple[frozenset[int], ...] = (),
         **config: object,
@@ -54,13 +80,15 @@ class System:
         self.config = DirectoryConfig(l1_slots, l2_slots, l1_arena=arena, **settings)  # type: ignore[arg-type]
         self.lives: list[DirectoryStats] = []  # one for each start
         self.policy = policy
+        self.read_policy = read_policy
+        self.fetch_s = self.token_s = 0.0  # of one object, and of computing one token
+        self.now_s = 0.0
         self.snapshot_policy = snapshot_policy or SnapshotPolicy(cap_per_path=None)
         self.job_items_max = job_items_max
         self.lacks = lacks
         self.reached: Counter[str] = Counter()
         self.begin()
         self.seconds_per_request = seconds_per_request
-        self.now_s = 0.0
         self.checks = 0
         self.live: list[Live] = []
         self.truth: dict[bytes, tuple[int, ...]] = {}  # the tokens that a block key stands for
@@ -71,7 +99,11 @@ class System:
     def begin(self) -> None:
         """An engine has started: nothing is in L1 and L2."""
         self.directory = Directory(
-            self.spec, self.config, write_policy=self.policy(), snapshot_policy=self.snapshot_policy
+            self.spec,
+            self.config,
+            write_policy=self.policy(),
+            read_policy=lambda costs: CheckedRead(self.read_policy, costs),
+            snapshot_policy=self.snapshot_policy,
         )
         self.lives.append(self.directory.stats)
         self.lost: Counter[str] = Counter()
@@ -83,6 +115,13 @@ class System:
         self._send = self.writer._send
         self.writer._send = self.check_sent  # type: ignore[method-assign]
         self.executor = SimulatedExecutor(self.spec, self.directory, ranks=self.config.ranks, lacks=self.lacks)
+        self.executor.take_time = self.take_time
+
+    def take_time(self, job: Job) -> None:
+        """L3 takes its time for each object."""
+        if isinstance(job, FetchJob):
+            self.now_s += self.fetch_s * len(job.items)
+        self.directory.tell_time(self.now_s)
 
     def count_lost(self, entry: Entry) -> None:
         """An entry is evicted: tokens are lost with the last copy of an object that is not below."""

@@ -8,7 +8,7 @@ from hicache.errors import StateNotCommitted, UsageError
 from hicache.jobs import CopyJob, CopyKind, FetchJob, Job, LookupJob
 from hicache.node import Tier
 from hicache.outcome import Outcome
-from hicache.prefetch import REPLANS_MAX
+from hicache.prefetch_record import REPLANS_MAX
 from hicache.slots import slot_of
 from tests.core.simulated_executor import EMPTY, failing, no_fault
 from tests.core.situations import HYBRID, loaded_pages, prefetching, prompt, restore

@@ -68,6 +68,9 @@ REACHED = {  # by name, at least so often
     **dict.fromkeys(("load.busy", "load.busy.patient", "extend.busy", "extend.busy.patient"), 10),
     **dict.fromkeys(("handover.complete", "restored.whole", "restart", "flush", "l3.forgets", "fetch.shared"), 10),
     "fetch.shared.missed": 1,
+    **dict.fromkeys(("read.latency", "read.gpu", "read.always", "read.never"), 2),
+    "dropped.faster_computed": 10 * PAGE,
+    "probes": 3,
 }
 
 

@@ -9,10 +9,11 @@ from collections.abc import Callable
 from hicache.jobs import CopyKind, FetchJob, Job, LookupJob
 from hicache.outcome import Outcome
 from tests.core.live import Live
-from tests.core.setup import Setup
+from tests.core.setup import FETCH_S, Setup
 from tests.core.simulated_executor import Fault, no_fault
 
 LIVE_MAX = 6
+STEPS_PER_SPEED = 70
 FAULTS = (Outcome.IO_ERROR, Outcome.IO_ERROR, Outcome.CORRUPT, Outcome.DEADLINE, Outcome.UNAVAILABLE)
 
 
@@ -48,6 +49,8 @@ class Walk:
 
     def do(self, move: Callable[[Walk], None]) -> None:
         self.steps += 1
+        if self.steps % STEPS_PER_SPEED == 0:  # L3 becomes slower, or faster
+            self.world.fetch_s = FETCH_S[self.steps // STEPS_PER_SPEED % len(FETCH_S)]
         move(self)
         if self.checks:
             self.world.check()
@@ -61,6 +64,7 @@ class Walk:
             reached += Counter({f"lost.{name}": count for name, count in stats.tokens_lost.items()})
             reached += Counter({f"dropped.{reason}": count for reason, count in stats.prefetch_dropped.items()})
             reached["thinned"] += stats.snapshots_thinned
+            reached["probes"] += stats.prefetch_probes
             for name, count in stats.objects.items():
                 leg, outcome = name.split(".")
                 is_fault = outcome in {fault.name.lower() for fault in FAULTS[:-1]}  # not what a lost rank leaves

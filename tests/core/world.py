@@ -62,6 +62,8 @@ class World(System):
         return live
 
     def prefetch(self, live: Live) -> None:
+        found = self.directory.stats.prefetch_dropped["faster_computed"]
+        assert not found or self.read_policy != "always", "it always pays to load"
         self.directory.prefetch(live.record)
         self.executor.collect()
 
@@ -131,6 +133,8 @@ class World(System):
             for group, table in enumerate(record.tables):
                 if table:
                     self.executor.compute(group, slot_of(table[page]), (self.truth[record.keys[page]], group))
+        if self.token_s and target > live.computed:
+            self.directory.costs.computed(live.computed, target, self.token_s * (target - live.computed))
         live.computed = target
         if moves and target > live.state_at(PAGE):
             for group, handle in record.live.items():

@@ -6,10 +6,10 @@ from dataclasses import replace
 
 import pytest
 
+from hicache.costs.machine import GIB, MACHINES, machine
 from hicache.plan.capacity import work_out
 from hicache.plan.hf_config import read_config
 from hicache.plan.lengths import LengthMix
-from hicache.plan.machine import GIB, MACHINES, machine
 from hicache.plan.plan import make_plan
 from hicache.plan.presets import CONFIGS, model
 from hicache.plan.ratio import solve

@@ -15,11 +15,11 @@ import pytest
 from click.testing import CliRunner, Result
 
 from hicache.cli import cli
+from hicache.costs.machine import MACHINES
 from hicache.plan import formulas
 from hicache.plan.command import plan
 from hicache.plan.engine_flags import VERSIONS
 from hicache.plan.formula import Formula
-from hicache.plan.machine import MACHINES
 from hicache.plan.presets import CONFIGS
 
 ROOT = Path(__file__).parents[2]

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
+from hicache.costs.machine import GIB, MACHINES, machine
 from hicache.plan import formulas
 from hicache.plan.capacity import work_out
 from hicache.plan.formula import Ledger, evaluate
 from hicache.plan.lengths import LengthMix
-from hicache.plan.machine import GIB, MACHINES, machine
 from hicache.plan.model import ModelShape, pipeline_stages, stage_counts
 from hicache.plan.plan import Plan, make_plan
 from hicache.plan.presets import model

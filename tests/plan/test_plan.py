@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hicache.costs.machine import GIB, machine
 from hicache.errors import ConfigError
 from hicache.plan import capacity, formulas, nearest
 from hicache.plan.formula import FUNCTIONS, Formula, Ledger
 from hicache.plan.hf_config import read_config
 from hicache.plan.lengths import LengthMix, requests_that_fit, tokens_needed
-from hicache.plan.machine import GIB, machine
 from hicache.plan.model import ModelShape
 from hicache.plan.nearest import Proposal, wanted
 from hicache.plan.plan import Plan, make_plan

@@ -9,10 +9,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hicache.costs.machine import GIB, machine
 from hicache.plan.capacity import work_out
 from hicache.plan.formula import Ledger
 from hicache.plan.lengths import LengthMix
-from hicache.plan.machine import GIB, machine
 from hicache.plan.model import Attention, ModelShape, Recurrence, Weights
 from hicache.plan.ratio import solve
 from hicache.plan.settings import Settings

@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import zstandard
 
+from hicache.costs.machine import GB, GIB, Machine, Tier, machine
 from hicache.errors import ConfigError
 from hicache.plan.capacity import work_out
 from hicache.plan.formula import Ledger
-from hicache.plan.machine import GB, GIB, Machine, Tier, machine
 from hicache.plan.plan import make_plan
 from hicache.plan.presets import model
 from hicache.plan.reuse import ReuseCurve

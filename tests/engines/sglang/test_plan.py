@@ -35,11 +35,11 @@ from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator,
 from sglang.srt.runtime_context import get_context, get_parallel, get_schedule
 from sglang.srt.server_args import ServerArgs
 
+from hicache.costs.machine import GIB, machine
 from hicache.plan.capacity import work_out
 from hicache.plan.engine_flags import VERSIONS, engine_flags
 from hicache.plan.formula import Ledger
 from hicache.plan.hf_config import read_config
-from hicache.plan.machine import GIB, machine
 from hicache.plan.model import pipeline_stages
 from hicache.plan.presets import CONFIGS, model
 from hicache.plan.settings import Settings

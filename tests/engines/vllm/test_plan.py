@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from hicache.costs.machine import GIB, machine
 from hicache.plan.engine_flags import VERSIONS, engine_flags
 from hicache.plan.formula import Ledger
-from hicache.plan.machine import GIB, machine
 from hicache.plan.plan import make_plan
 from hicache.plan.presets import CONFIGS, model
 from hicache.plan.settings import Settings

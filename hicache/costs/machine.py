@@ -24,6 +24,10 @@ class Tier:
     latency_s: float = 0.0
     shared: bool = False
 
+    def load_s(self, size_bytes: float) -> float:
+        """A load of so many bytes, with nothing before it."""
+        return self.latency_s + size_bytes / self.bytes_per_s
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:

@@ -1,0 +1,378 @@
+"""Read policies, what they learn from, and an engine in virtual time whose store is slow, fast, noisy and changing."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from hicache.costs.fit import OnlineFit
+from hicache.costs.measured import MeasuredCosts, tell_prefill
+from hicache.errors import ConfigError, UsageError
+from hicache.jobs import LookupJob
+from hicache.outcome import Outcome
+from hicache.policies.read import (
+    Always,
+    GpuBreakEven,
+    LatencyBreakEven,
+    LoadFacts,
+    Never,
+    ReadPolicy,
+    read_policy_of,
+)
+from hicache.read_admission import PROBE_REST, Offer, ReadAdmission
+from tests.core.situations import loaded_pages, prompt
+from tests.core.world import FULL, PAGE, STATE, World
+
+PAGE_BYTES = 1000
+FACTS = LoadFacts(
+    now_s=0.0, tier="L3", held_tokens=0, usable_tokens=100, prompt_tokens=120, bytes=100_000, page_tokens=10
+)
+
+
+class Given:
+    """Costs that are what they are: a second for each ``bytes_per_s`` and ``tokens_per_s``."""
+
+    def __init__(self, *, bytes_per_s: float, tokens_per_s: float, latency_s: float = 0.0) -> None:
+        self._bytes_per_s, self._tokens_per_s, self._latency_s = bytes_per_s, tokens_per_s, latency_s
+
+    def prefill_s(self, start_tokens: int, end_tokens: int) -> float:
+        return (end_tokens - start_tokens) / self._tokens_per_s
+
+    def transfer_s(self, tier: str, size_bytes: int) -> float:
+        return self._latency_s + size_bytes / self._bytes_per_s
+
+
+# -- policies --------------------------------------------------------------------------------------------------------
+
+
+def test_what_comes_sooner_than_it_is_computed_is_loaded_and_nothing_else() -> None:
+    assert LatencyBreakEven(Given(bytes_per_s=120_000, tokens_per_s=100)).tokens(FACTS) == 100
+    assert LatencyBreakEven(Given(bytes_per_s=90_000, tokens_per_s=100)).tokens(FACTS) == 0
+
+
+def test_a_queue_at_the_tier_counts() -> None:
+    policy = LatencyBreakEven(Given(bytes_per_s=200_000, tokens_per_s=100))
+    assert policy.tokens(FACTS) == 100
+    assert policy.tokens(replace(FACTS, queue_s=0.45)) == 0
+
+
+def test_the_margin_is_what_a_load_has_to_win_by() -> None:
+    costs = Given(bytes_per_s=105_000, tokens_per_s=100)
+    assert LatencyBreakEven(costs, margin_share=0.0).tokens(FACTS) == 100
+    assert LatencyBreakEven(costs, margin_share=0.1).tokens(FACTS) == 0
+
+
+def test_a_request_that_would_not_wait_for_the_whole_loads_what_comes_in_time() -> None:
+    policy = LatencyBreakEven(Given(bytes_per_s=200_000, tokens_per_s=100, latency_s=0.01))
+    assert policy.tokens(replace(FACTS, patience_s=0.3)) == 50
+    assert policy.tokens(replace(FACTS, patience_s=0.05)) == 0
+    assert policy.patience_s(FACTS) == 1.0
+
+
+def test_for_throughput_a_load_may_take_longer_than_computing() -> None:
+    costs = Given(bytes_per_s=10_000, tokens_per_s=100)
+    assert LatencyBreakEven(costs).tokens(FACTS) == 0
+    assert GpuBreakEven(costs, interference_share=0.05).tokens(FACTS) == 100
+    assert GpuBreakEven(costs, interference_share=0.5).tokens(FACTS) == 0
+
+
+def test_what_is_not_known_is_loaded_and_that_teaches() -> None:
+    for kind in (LatencyBreakEven, GpuBreakEven):
+        assert kind(MeasuredCosts()).tokens(FACTS) == 100
+        assert kind(MeasuredCosts()).patience_s(FACTS) == math.inf
+
+
+def test_always_and_never_ask_for_no_costs() -> None:
+    assert Always().tokens(FACTS) == 100
+    assert (Never().tokens(FACTS), Never().patience_s(FACTS)) == (0, 0.0)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda costs: read_policy_of("sometimes", costs),
+        lambda costs: LatencyBreakEven(costs, margin_share=1.0),
+        lambda costs: GpuBreakEven(costs, interference_share=-0.1),
+    ],
+)
+def test_a_policy_that_there_is_not_is_refused_with_its_value(wrong: Callable[[MeasuredCosts], ReadPolicy]) -> None:
+    with pytest.raises(ConfigError, match=r"sometimes|1\.0|-0\.1"):
+        wrong(MeasuredCosts())
+
+
+def test_a_policy_of_ones_own_is_made_with_the_measured_costs() -> None:
+    policy = read_policy_of(partial(LatencyBreakEven, margin_share=0.5), MeasuredCosts())
+    assert isinstance(policy, LatencyBreakEven)
+
+
+@pytest.mark.parametrize(("start", "end", "seconds"), [(5, 5, 1.0), (-1, 5, 1.0), (0, 5, 0.0), (0, 5, math.nan)])
+def test_a_prefill_that_cannot_be_is_refused(start: int, end: int, seconds: float) -> None:
+    with pytest.raises(UsageError):
+        tell_prefill(MeasuredCosts(), start, end, seconds)
+
+
+# -- what is learnt --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_latency_and_bandwidth_are_told_apart_through_noise_and_outliers(seed: int) -> None:
+    rng, fit = random.Random(seed), OnlineFit()
+    for number in range(60):
+        size = float(rng.choice([1, 2, 4, 8, 16, 64]) * 10_000)
+        seconds = (0.01 + size / 1e6) * rng.uniform(0.85, 1.15)
+        fit.add((size, 1.0), seconds * (20 if number % 9 == 4 else 1))
+    for size in (10_000, 100_000, 640_000):
+        found = fit.at((size, 1.0))
+        assert found is not None
+        assert abs(found / (0.01 + size / 1e6) - 1) < 0.2
+
+
+def test_depth_and_the_fixed_cost_of_prefill_are_told_apart() -> None:
+    costs = MeasuredCosts()
+    for start, end in [(0, 1000), (0, 4000), (2000, 2100), (3900, 4000), (0, 100), (1000, 3000), (0, 2000)]:
+        costs.computed(start, end, 0.005 + (end - start) * 1e-5 + (end**2 - start**2) * 1e-9)
+    saved = costs.prefill_s(0, 4000)
+    assert saved is not None
+    assert abs(saved / (0.04 + 0.016) - 1) < 0.1
+
+
+def test_without_a_sample_nothing_is_known_and_it_is_known_how_far_samples_reach() -> None:
+    fit = OnlineFit()
+    assert fit.at((10.0, 1.0)) is None
+    fit.add((10.0, 1.0), 1.0)
+    assert fit.at((40.0, 1.0)) == pytest.approx(4.0)
+    assert fit.reaches(40)
+    assert not fit.reaches(41)
+
+
+def test_loads_far_larger_than_any_are_not_known_and_such_prefills_are_doubted() -> None:
+    costs = MeasuredCosts()
+    costs.moved("L3", 1000, 1.0)
+    costs.computed(0, 100, 1.0)
+    assert costs.transfer_s("L3", 4000) == pytest.approx(4.0)
+    assert costs.transfer_s("L3", 4001) is None
+    assert costs.transfer_s("L2", 1) is None
+    assert costs.prefill_s(0, 400) == pytest.approx(4.0)
+    assert costs.prefill_s(0, 404) == pytest.approx(4.04 / 4)
+
+
+def test_times_and_sizes_of_nothing_teach_nothing() -> None:
+    fit = OnlineFit()
+    for row, seconds in [((0.0, 1.0), 1.0), ((10.0, 1.0), 0.0), ((10.0, 1.0), math.nan)]:
+        fit.add(row, seconds)
+    assert fit.at((1.0, 1.0)) is None
+
+
+def test_one_outlier_changes_little_and_a_second_one_everything() -> None:
+    fit = OnlineFit()
+    for _ in range(20):
+        fit.add((1000.0, 1.0), 1.0)
+    fit.add((1000.0, 1.0), 50.0)
+    assert fit.at((1000.0, 1.0)) == pytest.approx(1.0, rel=0.1)
+    fit.add((1000.0, 1.0), 50.0)
+    assert fit.at((1000.0, 1.0)) == pytest.approx(50.0, rel=0.1)
+
+
+# -- an engine in virtual time ---------------------------------------------------------------------------------------
+
+
+class Engine:
+    """One request after another, each with a prefix in L3, and computing that takes a second for each 100 pages."""
+
+    def __init__(self, policy: str, *, seed: int = 0, noise: float = 0.0) -> None:
+        self.now_s = 0.0
+        self.costs = MeasuredCosts()
+        self.admission = ReadAdmission(
+            read_policy_of(policy, self.costs), self.costs, page_tokens=1, now_s=lambda: self.now_s
+        )
+        self.rng, self.noise = random.Random(seed), noise
+        self.loaded = 0
+        self.probe_s = 0.0
+
+    def serve(self, pages: int, *, bytes_per_s: float) -> float:
+        """The time that a request takes; all of a probe that it has set off ends before the next one begins."""
+        started_s = self.now_s
+        offer = Offer(0, [pages], pages + 1, lambda stop: stop * PAGE_BYTES, math.inf)
+        if self.admission.worth(offer):
+            self.loaded += 1
+            patience_s = self.admission.patience_s(offer)
+            fetching = self.admission.begin(pages * PAGE_BYTES)
+            load_s = self._noisy(0.001 + fetching.size_bytes / bytes_per_s)
+            self.now_s += min(load_s, patience_s)
+            if load_s > patience_s:
+                self.admission.give_up(fetching, gain_tokens=(0, pages))
+                self._compute(pages)
+            taken_s = self.now_s - started_s
+            self.now_s = max(self.now_s, started_s + load_s)
+            self._end(fetching, pages)
+            return taken_s + self._compute(2)
+        probed = self.admission.probe_pages(offer)
+        fetching = self.admission.begin(probed * PAGE_BYTES, is_probe=True) if probed else None
+        if fetching is not None:
+            self.now_s += (probe_s := self._noisy(0.001 + fetching.size_bytes / bytes_per_s))
+            self.probe_s += probe_s
+            self._end(fetching, probed)
+        probed_until_s, self.now_s = self.now_s, started_s
+        self._compute(pages)
+        self._compute(2)
+        taken_s = self.now_s - started_s
+        self.now_s = max(self.now_s, probed_until_s)
+        return taken_s
+
+    def _compute(self, pages: int) -> float:
+        seconds = self._noisy(pages / 100)
+        self.now_s += seconds
+        self.costs.computed(0, pages, seconds)
+        return seconds
+
+    def _end(self, fetching: object, pages: int) -> None:
+        self.admission.arrived(pages * PAGE_BYTES)
+        self.admission.end(fetching, {Outcome.OK})  # type: ignore[arg-type]
+
+    def _noisy(self, seconds: float) -> float:
+        return seconds * self.rng.uniform(1 - self.noise, 1 + self.noise)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+@pytest.mark.parametrize("bytes_per_s", [1e3, 1e4, 5e4, 9e4, 1.1e5, 2e5, 1e6, 1e8])
+def test_at_no_bandwidth_is_reading_slower_than_computing_and_it_is_as_fast_as_the_better_of_both(
+    bytes_per_s: float, noise: float
+) -> None:
+    """Computing is as fast as 100 KB/s. Always to load is slower below that: the positive control."""
+    lengths = random.Random(7).choices([20, 50, 100], k=150)
+    totals = {}
+    for policy in ("latency", "always", "never"):
+        engine = Engine(policy, noise=noise)
+        engine.serve(100, bytes_per_s=bytes_per_s)
+        totals[policy] = sum(engine.serve(pages, bytes_per_s=bytes_per_s) for pages in lengths)
+    assert totals["latency"] < 1.05 * totals["never"]
+    assert totals["latency"] < 1.35 * min(totals["never"], totals["always"])
+    assert (totals["always"] > totals["never"]) == (bytes_per_s < 1e5)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_a_store_that_becomes_slow_is_left_soon_and_found_again_when_it_is_fast(noise: float) -> None:
+    engine = Engine("latency", noise=noise)
+    tell_prefill(engine.costs, 0, 100, 1.0)
+    for _ in range(30):
+        engine.serve(100, bytes_per_s=1e6)
+    assert engine.loaded == 30
+    slow_s = sum(engine.serve(100, bytes_per_s=1e4) for _ in range(100))
+    left_after = engine.loaded - 30
+    assert left_after <= 5
+    assert slow_s < 100 * (1 + noise / 10) + 8, "a load that is given up costs what computing does"
+    before = engine.loaded
+    for _ in range(60):
+        engine.serve(100, bytes_per_s=1e6)
+    assert engine.loaded - before >= 40
+
+
+def test_probing_takes_a_small_part_of_the_time_and_stops_where_nothing_is_ever_read() -> None:
+    engine = Engine("latency")
+    tell_prefill(engine.costs, 0, 100, 1.0)
+    for _ in range(300):
+        engine.serve(100, bytes_per_s=1e4)
+    assert 0 < engine.probe_s < 1.5 * engine.now_s / PROBE_REST
+    engine = Engine("never")
+    for _ in range(50):
+        engine.serve(100, bytes_per_s=1e6)
+    assert engine.probe_s == 0
+
+
+# -- in the directory ------------------------------------------------------------------------------------------------
+
+
+def slow_world(groups: tuple[object, ...] = (FULL,), **settings: object) -> World:
+    """Computing a token takes 0.1 s, an object of L3 what ``fetch_s`` says."""
+    world = World(groups, l1=40, l2=40, **settings)  # type: ignore[arg-type]
+    world.token_s = 0.1
+    return world
+
+
+def learn(world: World, *, fetch_s: float) -> None:
+    """One request has come from L3 and computed."""
+    world.fetch_s = fetch_s
+    world.directory.costs.computed(0, 8 * PAGE, 8 * PAGE * world.token_s)
+    world.fill_l3(prompt(8, seed=9))
+    world.serve(prompt(8, seed=9), snapshot=False)
+
+
+def test_what_l3_would_take_too_long_for_is_computed_and_accounted_for() -> None:
+    world = slow_world()
+    learn(world, fetch_s=1.0)
+    world.fill_l3(prompt(8))
+    live = world.open(prompt(8))
+    world.prefetch(live)
+    world.executor.run_kind(LookupJob)
+    world.load_whole(live)
+    stats = world.directory.stats
+    assert loaded_pages(live) == 0
+    assert stats.prefetch_dropped["faster_computed"] == 8 * PAGE
+    assert stats.prefetch_probes == 1
+    world.wind_up()
+
+
+def test_a_fast_store_is_loaded_from_as_the_control_to_that() -> None:
+    world = slow_world()
+    learn(world, fetch_s=0.01)
+    world.fill_l3(prompt(8))
+    live = world.open(prompt(8))
+    world.prefetch(live)
+    world.run_all()
+    world.load_whole(live)
+    assert loaded_pages(live) == 8
+    assert world.directory.stats.prefetch_probes == 0
+
+
+def test_pages_that_a_probe_has_brought_are_found_in_l2() -> None:
+    world = slow_world()
+    learn(world, fetch_s=1.0)
+    world.fill_l3(prompt(8))
+    for _ in range(2):
+        live = world.open(prompt(8))
+        found = live.record.local_tokens["l2"]
+        world.prefetch(live)
+        world.run_all()
+        world.release(live)
+    assert found == PAGE
+    world.wind_up()
+
+
+def test_a_prefix_whose_state_makes_it_too_large_may_have_a_shorter_one_that_pays() -> None:
+    """The policy is asked anew with the bytes of the shorter prefix, and what it declines of the rest is a drop."""
+    asked: list[LoadFacts] = []
+
+    class Half:
+        def tokens(self, facts: LoadFacts) -> int:
+            asked.append(facts)
+            all_tokens = facts.usable_tokens - facts.held_tokens
+            return all_tokens if facts.usable_tokens <= 5 * PAGE else 5 * PAGE
+
+        def patience_s(self, facts: LoadFacts) -> float:
+            return math.inf
+
+    world = slow_world((FULL, STATE))
+    world.directory._prefetcher._admission._policy = Half()
+    world.fill_l3(prompt(8), without=frozenset((page, 1) for page in (0, 1, 3, 4, 5, 6)))
+    live = world.open(prompt(8))
+    world.prefetch(live)
+    world.run_all()
+    world.load_whole(live)
+    assert loaded_pages(live) == 3
+    assert [facts.usable_tokens for facts in asked] == [8 * PAGE, 3 * PAGE]
+    assert world.directory.stats.prefetch_dropped["faster_computed"] == 5 * PAGE
+
+
+def test_a_request_waits_no_longer_than_computing_would_have_taken() -> None:
+    world = slow_world()
+    learn(world, fetch_s=0.01)
+    world.fill_l3(prompt(8))
+    live = world.open(prompt(8))
+    world.prefetch(live)
+    waits_s = world.directory.gives_up_at_s(live.record) - world.now_s
+    assert waits_s == pytest.approx(8 * PAGE * world.token_s, rel=0.3)
