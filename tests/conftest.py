@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+
+os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it where a kernel is defined: before any is imported
+
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 

@@ -1,10 +1,7 @@
-"""Kernels run in Triton's interpreter on the CPU; with TRITON_INTERPRET=0 the same tests run on a CUDA device."""
+"""Kernels run in Triton's interpreter on the CPU (``tests/conftest.py``); with TRITON_INTERPRET=0 the same tests run on a CUDA
+device."""
 
 from __future__ import annotations
-
-import os
-
-os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it where a kernel is defined: before any is imported
 
 from collections.abc import Iterator
 
