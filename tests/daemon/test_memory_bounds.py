@@ -77,7 +77,7 @@ class TestMemory:
     ) -> None:
         """As a FUSE file system whose server does not answer does it: neither status nor close is waited for."""
         monkeypatch.setattr("hicache.daemon.memory_socket.STRANGE_DESCRIPTORS_MAX", 2)
-        released = threading.Event()
+        closing, released = threading.Event(), threading.Event()
         read_end, write_end = os.pipe()
         theirs = os.fstat(read_end).st_ino
         real_close, real_fstat = os.close, os.fstat
@@ -85,6 +85,7 @@ class TestMemory:
         def close(descriptor: int) -> None:
             if real_fstat(descriptor).st_ino == theirs:
                 assert threading.current_thread().name.startswith("hicached-strange")
+                closing.set()
                 released.wait(CALL_S)
             real_close(descriptor)
 
@@ -98,6 +99,7 @@ class TestMemory:
             patch.setattr(os, "fstat", fstat)
             for _ in range(3):  # one of them is being closed, two wait
                 assert "not a memfd" in refused_memory(client, read_end, 4096)
+                assert closing.wait(CALL_S)
             assert "cannot be closed" in refused_memory(client, memory.fd, memory.size_bytes)
             assert client.present([object_key(1)]) == [False]
             released.set()

@@ -1,4 +1,4 @@
-"""Kernels run in Triton's interpreter on the CPU (``tests/conftest.py``), or with TRITON_INTERPRET=0 on a CUDA device."""
+"""Kernels run in Triton's interpreter on the CPU (``tests/conftest.py``); with TRITON_INTERPRET=0 on a CUDA device."""
 
 from __future__ import annotations
 
