@@ -10,7 +10,6 @@ CHEAPEST = (
     "a page is published before all of its groups have arrived",
     "a share of L2 is not given back",
     "a request is not told that what it waits for has come",
-    "a load by layer lets go of its slots before it has arrived",
     "what is late is not accounted for",
 )
 STEPS_MAX = 1500

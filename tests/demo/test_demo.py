@@ -112,7 +112,7 @@ def trace_line(**changes: object) -> bytes:
         (
             "corrupt.jsonl.zst",
             zstandard.compress(trace_line() * 1000)[:-9] + b"corrupted",
-            "readable file in UTF-8",
+            "in UTF-8",
         ),
         ("latin1.jsonl", trace_line() + "{\xe9}\n".encode("latin1"), "in UTF-8"),
         ("negative.jsonl", trace_line(hash_ids=[3, -4]), "none of them negative"),
