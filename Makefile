@@ -72,8 +72,12 @@ $(MOONCAKE_STAMP): pyproject.toml constraints.txt
 engines: $(ENGINES:%=engines-%) ## Run the tests against the real vLLM and SGLang, each in an environment of its own
 	@:
 
+# What failed beside others is run once more, alone: engines of several processes starve each other on few cores, and what
+# comes too late is a miss by design. A failure that repeats alone fails the target.
 $(ENGINES:%=engines-%): engines-%: engines-setup-%
-	@PATH="$(CURDIR)/.venv-$*/bin:$$PATH" python -m pytest -q -n 2 --dist worksteal tests/engines/$* $(ARGS)
+	@export PATH="$(CURDIR)/.venv-$*/bin:$$PATH"; python -m pytest -q -n 2 --dist worksteal tests/engines/$* $(ARGS) || { \
+		echo "== once more, alone: what failed" >&2; \
+		python -m pytest -q --last-failed --last-failed-no-failures none tests/engines/$*; }
 
 engines-setup: $(ENGINES:%=engines-setup-%)
 	@:
