@@ -71,9 +71,11 @@ def _copy_on_the_cpu() -> None:
 def token_rows(buffer: torch.Tensor, layout: str, page_tokens: int, layer: int) -> torch.Tensor:
     """One layer of a host pool's K, V or latents as [pages, tokens of a page, heads, dim], a view of it."""
     if layout == "layer_first":
-        return buffer[layer].unflatten(0, (-1, page_tokens))
+        rows = buffer[layer]
+        return rows.view(-1, page_tokens, *rows.shape[1:])
     if layout == "page_first":
-        return buffer[:, layer].unflatten(0, (-1, page_tokens))
+        rows = buffer[:, layer]
+        return rows.view(-1, page_tokens, *rows.shape[1:])
     if layout == "page_first_direct":
         return buffer[:, layer]
     assert layout == "page_head"
