@@ -73,8 +73,13 @@ def holdings(engine: Engine) -> Answer:
         "memfds": sum("memfd:" in target for target in descriptors),
         "sockets": sum(target.startswith("socket:") for target in descriptors),
         "threads": sorted(thread.name for thread in threading.enumerate()),
-        "shared_memory": sorted(path.name for path in Path("/dev/shm").iterdir()),
+        "shared_memory": sorted(path.name for path in Path("/dev/shm").iterdir()),  # of all processes
+        "mapped": sorted({line.split(maxsplit=5)[5].strip() for line in _maps() if "/dev/shm/" in line}),
     }
+
+
+def _maps() -> list[str]:
+    return Path("/proc/self/maps").read_text().splitlines()
 
 
 def _target(link: str) -> str:

@@ -40,6 +40,7 @@ def test_storms_of_preemptions_and_aborts_leave_nothing_behind(
         preemptions = done["preemptions"]
         crowded.reset()
         held.append(crowded.run("holdings"))
+        del held[-1]["shared_memory"]  # that of engines beside this one, too
     assert preemptions > 0, "nothing was preempted"
     assert held[1:] == held[1:2] * 3  # the first storm starts what is started once
     process.end()
