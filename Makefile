@@ -42,7 +42,7 @@ setup: $(STAMP) ## Build .venv from the pinned versions in constraints.txt
 	@:
 
 $(STAMP): pyproject.toml constraints.txt
-	$(call build_venv,$(VENV),engine$(comma)dev)
+	$(call build_venv,$(VENV),engine$(comma)bench$(comma)dev)
 	@touch $@
 
 run: setup ## Run the demo on embedded defaults; ARGS="--json -" for more

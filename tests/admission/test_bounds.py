@@ -38,7 +38,6 @@ def test_belady_and_the_ceiling_are_the_golden_ones_exactly(trace: tuple[str, Tr
 
 
 def test_the_program_certifies_belady_and_bounds_what_is_saved() -> None:
-    pytest.importorskip("scipy")
     requests = load_trace(TRACES / FILES["synth"], limit=800)
     bound, reached = upper_bound(requests, 400), belady(requests, 400)
     relaxed = upper_bound(requests, 400, parents=False)

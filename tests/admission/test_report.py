@@ -36,7 +36,6 @@ def document() -> dict[str, Any]:
 
 
 def test_the_page_shows_every_plot_that_has_figures(document: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     more = {
         "ttl": [
             {
@@ -63,7 +62,6 @@ def test_the_page_shows_every_plot_that_has_figures(document: dict[str, Any], tm
 
 
 def test_what_the_json_does_not_have_is_said(document: dict[str, Any], tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib")
     (tmp_path / "run.json").write_text(json.dumps(document))
     text = write_report(tmp_path / "run.json", tmp_path / "report").read_text()
     assert text.count("The run has no figures for this plot.") == 3
