@@ -11,8 +11,8 @@ from hicache.costs.measured import MeasuredCosts
 from hicache.errors import ConfigError, StateNotCommitted, UsageError
 from hicache.handover import Handover
 from hicache.index import Index
-from hicache.jobbook import JobBook
-from hicache.jobs import Completion, Job
+from hicache.jobbook import JobBook, JobSide
+from hicache.jobs import Completion
 from hicache.loader import Load, Loader
 from hicache.node import Keep, Tier
 from hicache.policies.eviction import EvictionFactory
@@ -65,7 +65,7 @@ class DirectoryConfig:
                 raise ConfigError(name, getattr(self, name), "a share above 0 and at most 1")
 
 
-class Directory:
+class Directory(JobSide):
     """Not thread-safe: one thread at a time. Emits jobs (``take_jobs``) and is told what became of them (``complete``).
 
     Slots are the same on every rank, so one decision holds for all. A request goes through ``open``, ``prefetch``,
@@ -147,33 +147,11 @@ class Directory:
 
     # -- jobs --------------------------------------------------------------------------------------------------------
 
-    @property
-    def open_jobs(self) -> int:
-        """Jobs emitted and not yet completed."""
-        return self._jobs.open_count
-
-    @property
-    def has_jobs(self) -> bool:
-        """Whether ``take_jobs`` would return any."""
-        return self._jobs.has_emitted
-
-    def take_jobs(self) -> list[Job]:
-        """The jobs emitted since the last call, in the order in which they may start."""
-        return self._jobs.take()
-
     def complete(self, completion: Completion, *, rank: int = 0) -> None:
-        """One rank has finished a job. Raises UsageError when it is not open there."""
-        self._jobs.complete(completion, rank=rank)
+        """See ``JobSide``; what has been written down may be followed by more."""
+        super().complete(completion, rank=rank)
         if self._write_ahead is not None:
             self._write_ahead.go_on()
-
-    def lose_rank(self, rank: int, reason: str) -> None:
-        """A rank is gone for good, and with it a part of every page: from now on no prefix is usable. Idempotent.
-
-        What it was doing ends as a fault. Requests go on with what they have, and are otherwise answered with nothing.
-        """
-        self.stats.ranks_lost.setdefault(rank, reason)
-        self._jobs.lose(rank)
 
     def step(self) -> int:
         """The number of the engine's next step: after all jobs emitted so far, and before all that follow."""

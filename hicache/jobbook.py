@@ -9,6 +9,7 @@ from typing import TypeVar
 from hicache.errors import UsageError
 from hicache.jobs import Completion, CopyJob, CopyKind, Job
 from hicache.outcome import Outcome
+from hicache.stats import DirectoryStats
 
 Outcomes = tuple[Outcome, ...]
 Element = TypeVar("Element")
@@ -122,6 +123,39 @@ class JobBook:
         if not entry.ranks:
             del self._open[job_id]
             entry.on_done(tuple(entry.outcomes))
+
+
+class JobSide:
+    """A directory as those see it who do its jobs."""
+
+    stats: DirectoryStats
+    _jobs: JobBook
+
+    @property
+    def open_jobs(self) -> int:
+        """Jobs emitted and not yet completed."""
+        return self._jobs.open_count
+
+    @property
+    def has_jobs(self) -> bool:
+        """Whether ``take_jobs`` would return any."""
+        return self._jobs.has_emitted
+
+    def take_jobs(self) -> list[Job]:
+        """The jobs emitted since the last call, in the order in which they may start."""
+        return self._jobs.take()
+
+    def complete(self, completion: Completion, *, rank: int = 0) -> None:
+        """One rank has finished a job. Raises UsageError when it is not open there."""
+        self._jobs.complete(completion, rank=rank)
+
+    def lose_rank(self, rank: int, reason: str) -> None:
+        """A rank is gone for good, and with it a part of every page: from now on no prefix is usable. Idempotent.
+
+        What it was doing ends as a fault. Requests go on with what they have, and are otherwise answered with nothing.
+        """
+        self.stats.ranks_lost.setdefault(rank, reason)
+        self._jobs.lose(rank)
 
 
 def batches(elements: Sequence[Element], size: int) -> Iterator[Sequence[Element]]:

@@ -10,8 +10,7 @@ from hicache.costs.measured import MeasuredCosts
 from hicache.directory import DirectoryConfig
 from hicache.errors import ConfigError, UsageError
 from hicache.index import Index
-from hicache.jobbook import JobBook
-from hicache.jobs import Completion, Job
+from hicache.jobbook import JobBook, JobSide
 from hicache.page_changes import PageChange, PageChanges
 from hicache.policies.eviction import EvictionFactory
 from hicache.policies.eviction_choice import lru
@@ -37,7 +36,7 @@ class Step(NamedTuple):
     after: tuple[int, ...]  # jobs that still read slots which the step writes to
 
 
-class SlotDirectory:
+class SlotDirectory(JobSide):
     """Not thread-safe: one thread at a time. Emits jobs (``take_jobs``) and is told what became of them (``complete``).
 
     L1 is the engine's: nothing is allocated or published there, and no decision is taken about it. A request goes
@@ -116,29 +115,6 @@ class SlotDirectory:
         )
 
     # -- jobs --------------------------------------------------------------------------------------------------------
-
-    @property
-    def open_jobs(self) -> int:
-        """Jobs emitted and not yet completed."""
-        return self._jobs.open_count
-
-    @property
-    def has_jobs(self) -> bool:
-        """Whether ``take_jobs`` would return any."""
-        return self._jobs.has_emitted
-
-    def take_jobs(self) -> list[Job]:
-        """The jobs emitted since the last call, in the order in which they may start."""
-        return self._jobs.take()
-
-    def complete(self, completion: Completion, *, rank: int = 0) -> None:
-        """One rank has finished a job. Raises UsageError when it is not open there."""
-        self._jobs.complete(completion, rank=rank)
-
-    def lose_rank(self, rank: int, reason: str) -> None:
-        """A rank is gone for good, and with it a part of every page: from now on no prefix is usable. Idempotent."""
-        self.stats.ranks_lost.setdefault(rank, reason)
-        self._jobs.lose(rank)
 
     def step(self, reuses: Mapping[int, Iterable[int]] | None = None) -> Step:
         """Number the engine's next step: after all jobs emitted so far, and before all that follow.
