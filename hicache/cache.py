@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from types import TracebackType
+from functools import partial
 from typing import Self
 
 from hicache.arena import arena_layout
 from hicache.connect import CAPACITY_BYTES_DEFAULT
-from hicache.costs.measured import tell_prefill
 from hicache.directory import Directory, DirectoryConfig
 from hicache.errors import UsageError
+from hicache.front import CacheFront
 from hicache.keys import BlockKeys, FieldValue, Tokens, token_array
 from hicache.l3 import L3
 from hicache.loader import Load
@@ -24,6 +24,7 @@ from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy, write_policy_of
 from hicache.pools import L1Pool, L2Pool
 from hicache.rank_memory import MemorySettings, RankMemory
+from hicache.ranks.messages import Hello
 from hicache.ranks.settings import Ranks
 from hicache.replica import Replica
 from hicache.request import RequestRecord
@@ -32,7 +33,7 @@ from hicache.spec import CacheSpec
 from hicache.stats import DirectoryStats
 
 
-class HiCache:
+class HiCache(CacheFront[Directory]):
     """The cache of one engine: of its only rank, or of all of them, as the leader, and the first of them unless it is
     opened by ``lead``. Thread-safe; requests of different threads may interleave.
 
@@ -65,42 +66,42 @@ class HiCache:
         Where the spec has more ranks, waits for all of them at ``ranks``. Takes ``l2`` and ``l3`` over, but for when it
         raises: ConfigError when ranks have not come in time.
         """
-        self.spec = spec
         self._l1 = l1
         self.l2 = l2
-        self.l3 = l3
-        self._prefetch_policy = policy_of("prefetch", prefetch, PrefetchPolicy)
-        snapshot_policy = policy_of("snapshot_policy", snapshot_policy, SnapshotPolicy)
-        self._salt = salt
-        self._clock = clock
-        self._keys = BlockKeys(spec.namespace, page_tokens=spec.page_tokens, key_hash=spec.key_hash)
-        self._closed = False
-        self._replica = Replica(spec, l1=l1, l2=l2, l3=l3, ranks=ranks, copies=copies)
-        common = self._replica.common
-        try:
+        snapshots = policy_of("snapshot_policy", snapshot_policy, SnapshotPolicy)
+        policy = write_policy_of(write_policy)
+        eviction_policy = eviction_policy_of(eviction)
+
+        def directory(common: Hello, prefetch: PrefetchPolicy) -> Directory:
             config = DirectoryConfig(
                 common.l1_slots,
                 common.l2_slots,
                 has_l3=common.has_l3,
                 ranks=spec.rank_count,
                 l1_arena=arena_layout(spec, common.l1_bytes) if common.l1_bytes else None,
-                prefetch_threshold_tokens=self._prefetch_policy.threshold_tokens,
+                prefetch_threshold_tokens=prefetch.threshold_tokens,
                 double_buffering=double_buffering,
                 layerwise=layerwise,
             )
-            self._directory = Directory(
+            return Directory(
                 spec,
                 config,
-                write_policy=write_policy_of(write_policy),
+                write_policy=policy,
                 read_policy=read_policy,
-                snapshot_policy=snapshot_policy,
-                eviction=eviction_policy_of(eviction),
+                snapshot_policy=snapshots,
+                eviction=eviction_policy,
             )
-        except BaseException:
-            self._replica.give_up()
-            raise
-        self._pump = self._replica.start(self._directory, clock=clock)
-        self._changed = self._pump.changed
+
+        super().__init__(
+            spec,
+            BlockKeys(spec.namespace, page_tokens=spec.page_tokens, key_hash=spec.key_hash),
+            partial(Replica, spec, l1=l1, l2=l2, l3=l3, ranks=ranks, copies=copies),
+            directory,
+            l3=l3,
+            salt=salt,
+            prefetch=prefetch,
+            clock=clock,
+        )
 
     @classmethod
     def open(
@@ -239,9 +240,7 @@ class HiCache:
         multimodal hashes). Raises UsageError when ``tokens`` are not integers.
         """
         array = token_array(tokens)
-        if not isinstance(salt, bytes | None):
-            raise UsageError(f"salt is a {type(salt).__name__}: expected bytes, or None for the cache's own")
-        root = self._keys.root(salt=self._salt if salt is None else salt, extras=extras)
+        root = self._root(salt, extras)
         keys = self._keys.chain(array, parent=root)
         with self._changed:
             self._check_open()
@@ -411,15 +410,6 @@ class HiCache:
             result = handover.result
             return Stored(result.pages_in_l3 * self.spec.page_tokens, is_over and result.is_complete)
 
-    def tell_prefill(self, start: int, end: int, *, seconds: float) -> None:
-        """The tokens ``[start, end)`` of a prompt, with all before them restored or computed, took so long to compute.
-
-        Tell it once for each request, or each chunk that was computed alone: the read policy compares loads with it.
-        Without it everything that is found is loaded. Raises UsageError unless ``0 <= start < end``.
-        """
-        with self._changed:
-            tell_prefill(self._directory.costs, start, end, seconds)
-
     def step(self) -> int:
         """Number the engine's next step, for ``RankWorker.step``: send it along with the step to every worker.
 
@@ -469,26 +459,10 @@ class HiCache:
         with self._changed:
             if not self._closed and not self._directory.is_all_written:
                 self.flush(timeout_s=flush_timeout_s)
-            if self._closed:
-                return
-            self._closed = self._pump.is_closed = True
-            self._changed.notify_all()
-        self._replica.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
+        super().close()
 
     def _record_of(self, request: Request) -> RequestRecord:
         """Raises UsageError for a request of another cache: its slots mean something else here."""
         if request._cache is not self:
             raise UsageError("the request belongs to another HiCache: give it to the one that matched it")
         return request._record
-
-    def _check_open(self) -> None:
-        if self._closed:
-            raise UsageError("the cache has been closed")

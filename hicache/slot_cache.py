@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from types import TracebackType
+from functools import partial
 from typing import Self
 
-from hicache.costs.measured import tell_prefill
 from hicache.directory import DirectoryConfig
 from hicache.errors import UsageError
+from hicache.front import CacheFront
 from hicache.keys import BlockKeys, FieldValue, chained_key
 from hicache.l3 import L3
 from hicache.page_changes import PageChange
-from hicache.policies import policy_of
 from hicache.policies.eviction import EvictionFactory
 from hicache.policies.eviction_choice import eviction_policy_of
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
 from hicache.policies.read import READ_POLICY_DEFAULT, ReadFactory
 from hicache.policies.write import WritePolicy, write_policy_of
 from hicache.pools import L1Pool, L2Pool
+from hicache.ranks.messages import Hello
 from hicache.ranks.settings import Ranks
 from hicache.replica import Replica
 from hicache.slot_directory import SlotDirectory, Step
@@ -43,7 +43,7 @@ class SlotRequest:
         return self._record.keys
 
 
-class SlotCache:
+class SlotCache(CacheFront[SlotDirectory]):
     """The engine names pages by its own chained hashes, and slots by their index in its own pools, which every rank has
     adopted (``L1Pool.adopt``). hicache says which prefix L2 and L3 can restore, copies it into slots that the engine
     names, and copies pages and states out of them. Thread-safe. No call but
@@ -77,26 +77,18 @@ class SlotCache:
         calls ``step``, ``load`` and ``save``: a step when none of the slots that it reuses are in ``busy_slots``, and
         before it saves what that has computed.
         """
-        self.spec = spec
-        self.l3 = l3
-        self._salt = salt
-        self._keys = BlockKeys(spec.namespace, page_tokens=spec.page_tokens)
-        self._clock = clock
-        self._prefetch_policy = policy_of("prefetch", prefetch, PrefetchPolicy)
-        self._closed = False
         policy = write_policy_of(write_policy)
         eviction_policy = eviction_policy_of(eviction)
-        self._replica = Replica(spec, l1=l1, l2=l2, l3=l3, ranks=ranks, copies=copies)
-        common = self._replica.common
-        try:
+
+        def directory(common: Hello, prefetch: PrefetchPolicy) -> SlotDirectory:
             config = DirectoryConfig(
                 common.l1_slots,
                 common.l2_slots,
                 has_l3=common.has_l3,
                 ranks=spec.rank_count,
-                prefetch_threshold_tokens=self._prefetch_policy.threshold_tokens,
+                prefetch_threshold_tokens=prefetch.threshold_tokens,
             )
-            self._directory = SlotDirectory(
+            return SlotDirectory(
                 spec,
                 config,
                 write_policy=policy,
@@ -105,11 +97,17 @@ class SlotCache:
                 one_numbering=one_numbering,
                 tells_changes=tells_changes,
             )
-        except BaseException:
-            self._replica.give_up()
-            raise
-        self._pump = self._replica.start(self._directory, clock=clock)
-        self._changed = self._pump.changed
+
+        super().__init__(
+            spec,
+            BlockKeys(spec.namespace, page_tokens=spec.page_tokens),  # chained_key is BLAKE2b, whatever the spec's hash
+            partial(Replica, spec, l1=l1, l2=l2, l3=l3, ranks=ranks, copies=copies),
+            directory,
+            l3=l3,
+            salt=salt,
+            prefetch=prefetch,
+            clock=clock,
+        )
 
     @classmethod
     def lead(
@@ -157,9 +155,7 @@ class SlotCache:
     ) -> SlotRequest:
         """A sequence of ``token_count`` tokens, by the engine's hash of each full page, which stands for all tokens up
         to its end. ``salt`` replaces the cache's own; ``extras``: further parts of its identity."""
-        if not isinstance(salt, bytes | None):
-            raise UsageError(f"salt is a {type(salt).__name__}: expected bytes, or None for the cache's own")
-        root = self._keys.root(salt=self._salt if salt is None else salt, extras=extras)
+        root = self._root(salt, extras)
         keys = [chained_key(root, page_hash) for page_hash in page_hashes]
         with self._changed:
             self._begin()
@@ -249,11 +245,6 @@ class SlotCache:
         with self._changed:
             return self._directory.busy_slots(None if request is None else self._record_of(request))
 
-    def tell_prefill(self, start: int, end: int, *, seconds: float) -> None:
-        """As ``HiCache.tell_prefill``."""
-        with self._changed:
-            tell_prefill(self._directory.costs, start, end, seconds)
-
     def step(self, reuses: Mapping[int, Iterable[int]] | None = None) -> Step:
         """Number the engine's next step, for ``RankWorker.step``: send it along with the step to every worker.
 
@@ -302,27 +293,9 @@ class SlotCache:
             self._pump.pump()
             return self._pump.wait_while(lambda: self._directory.open_jobs > 0, deadline_s=self._clock() + timeout_s)
 
-    def close(self) -> None:
-        """Give up what is under way, disconnect, and free L2. Idempotent."""
-        with self._changed:
-            if self._closed:
-                return
-            self._closed = self._pump.is_closed = True
-            self._changed.notify_all()
-        self._replica.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
-        self.close()
-
     def _begin(self) -> None:
         """Every call that decides something begins so: with the lock held."""
-        if self._closed:
-            raise UsageError("the cache has been closed")
+        self._check_open()
         self._directory.tell_time(self._clock())
 
     def _record_of(self, request: SlotRequest) -> SlotRecord:

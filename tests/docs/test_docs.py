@@ -15,6 +15,7 @@ from tempfile import TemporaryDirectory
 import pytest
 
 from hicache import CacheSpec, HiCache, PrefetchPolicy, Ranks, RankWorker, SlotCache, SnapshotPolicy
+from hicache.front import CacheFront
 from hicache.outcome import Outcome
 from hicache.stats import DirectoryStats
 from tests.client.hicached import HicachedProcess
@@ -121,7 +122,11 @@ def test_the_example_of_rank_processes_runs(tmp_path: Path) -> None:
 
 
 def test_every_call_of_an_engine_that_owns_its_slots_is_documented_and_the_example_runs(tmp_path: Path) -> None:
-    calls = [name for name, value in vars(SlotCache).items() if callable(value) and not name.startswith("_")]
+    calls = [
+        name
+        for name, value in {**vars(CacheFront), **vars(SlotCache)}.items()
+        if callable(value) and not name.startswith("_")
+    ]
     assert sorted([*rows("An engine that owns its slots"), "close", "flush"]) == sorted(calls)
     section = ENGINE.split("\n## An engine that owns its slots\n", 1)[1].split("\n## ", 1)[0]
     [example] = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
