@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import mmap
 import os
 import threading
@@ -23,6 +22,7 @@ from hicache.client.stream import through_stream
 from hicache.client.transfer import Direction, Transfer
 from hicache.l3 import L3Item
 from hicache.outcome import Outcome
+from hicache.sealed_memory import sealed_memory
 from hicache.wire.bulk import BulkKind
 
 LANES = 2  # calls at a time; further ones go through streams
@@ -39,14 +39,9 @@ class Bounce:
         pages = -(-max(2 * object_bytes_max, LANE_BYTES_MIN) // mmap.PAGESIZE)
         self.lane_bytes = pages * mmap.PAGESIZE
         self.size_bytes = LANES * self.lane_bytes
-        self.fd: int | None = os.memfd_create("hicache-bounce", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.posix_fallocate(self.fd, 0, self.size_bytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self.buffer = memoryview(mmap.mmap(self.fd, self.size_bytes))
-        except BaseException:
-            self.close()
-            raise
+        self.fd: int | None
+        self.fd, mapping = sealed_memory("hicache-bounce", self.size_bytes)
+        self.buffer = memoryview(mapping)
         self._lock = threading.Lock()
         self._free = [number * self.lane_bytes for number in range(LANES)]
 

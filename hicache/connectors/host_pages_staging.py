@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import mmap
 import os
 import threading
@@ -17,6 +16,7 @@ from functools import partial
 from hicache.client import DaemonL3
 from hicache.l3 import L3Item
 from hicache.outcome import Outcome
+from hicache.sealed_memory import sealed_memory
 from hicache.workers import Job, QueueFull, Workers
 
 SLOT_BYTES_MIN = 8 << 20  # smaller ones cost too many requests (measured)
@@ -39,14 +39,9 @@ class Staging:
         self._changed = threading.Condition()
         self._free = [number * self.slot_bytes for number in range(slot_count)]
         self._in_doubt = 0
-        self.fd: int | None = os.memfd_create("hicache-staging", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        try:
-            os.posix_fallocate(self.fd, 0, self.size_bytes)
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-            self.buffer = memoryview(mmap.mmap(self.fd, self.size_bytes))
-        except BaseException:
-            self.close()
-            raise
+        self.fd: int | None
+        self.fd, mapping = sealed_memory("hicache-staging", self.size_bytes)
+        self.buffer = memoryview(mapping)
 
     @property
     def slots_in_doubt(self) -> int:

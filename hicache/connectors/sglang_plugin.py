@@ -7,7 +7,6 @@ SGLang loads it by itself, as the entry point ``hicache`` of ``sglang.srt.plugin
 
 from __future__ import annotations
 
-import fcntl
 import logging
 import math
 import mmap
@@ -18,6 +17,7 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from hicache.connectors.host_pages_holds import clear_hook, free_hook
+from hicache.sealed_memory import sealed_memory
 
 _POOLS = "sglang.srt.mem_cache.pool_host"
 _WITH_SLOTS = (  # classes with a free and a clear of their own
@@ -29,7 +29,6 @@ _UPDATES = tuple(
     f"sglang.srt.managers.scheduler_components.weight_updater.SchedulerWeightUpdaterManager.update_weights_from_{source}"
     for source in ("disk", "distributed", "tensor", "ipc")
 )
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _log = logging.getLogger(__name__)
 
@@ -100,11 +99,8 @@ def _allocate_sealed(allocator: Any, dims: tuple[int, ...], dtype: Any, device: 
         raise ValueError(f"{device} is not the host")
     fds, mappings = allocator.fds, allocator.mms
     size_bytes = math.prod(dims) * torch.empty([], dtype=dtype).element_size()
-    fd = os.memfd_create("sglang_host_pool_sealed", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd, mapping = sealed_memory("sglang_host_pool_sealed", size_bytes)
     try:
-        os.posix_fallocate(fd, 0, size_bytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-        mapping = mmap.mmap(fd, size_bytes)
         _populate(mapping)
         tensor = torch.frombuffer(mapping, dtype=dtype, count=math.prod(dims)).reshape(dims)
     except BaseException:

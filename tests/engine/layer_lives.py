@@ -6,7 +6,7 @@ import hashlib
 import random
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Protocol, TypeVar
 from unittest.mock import patch
 
 import torch
@@ -20,6 +20,7 @@ from hicache.policies.prefetch import PrefetchPolicy
 from hicache.pools import L1Pool, L2Pool
 from hicache.sequence import Request
 from hicache.spec import CacheSpec, PagedGroup, StateField, StateGroup
+from hicache.stats import DirectoryStats
 from tests.engine.fakes import MemoryL3
 from tests.engine.lazy_cuda import EnqueuedCopies, LazyCuda
 
@@ -70,6 +71,10 @@ class LayerLife:
             )
         self.trunks = [[self.rng.randrange(4) for _ in range(16)] for _ in range(3)]
         self.running: list[tuple[Request, list[int], int]] = []
+
+    @property
+    def stats(self) -> DirectoryStats:
+        return self.cache.stats
 
     def step(self) -> None:
         """One request begins or goes on; the device does a little."""
@@ -143,3 +148,29 @@ class LayerLife:
             self.wrong.append(f"state after {restored} in layer {layer}")
         state.copy_(value(tokens[:end], layer))
         ring.fill_(1)
+
+
+class Lives(Protocol):
+    """A life: of this engine, or of one that owns its slots."""
+
+    wrong: list[str]
+
+    @property
+    def stats(self) -> DirectoryStats: ...
+
+    def step(self) -> None: ...
+
+    def end(self) -> None: ...
+
+
+Life = TypeVar("Life", bound=Lives)
+
+
+def lived(life: Life, *, loads: int, steps_max: int) -> Life:
+    """Until something has been loaded so often, or something wrong has been read."""
+    for _ in range(steps_max):
+        life.step()
+        if life.wrong or life.stats.objects["load.ok"] > loads:
+            break
+    life.end()
+    return life

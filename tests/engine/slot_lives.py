@@ -16,6 +16,7 @@ from hicache.executor import Executor
 from hicache.pools import L1Pool, L2Pool
 from hicache.slot_cache import SlotCache, SlotRequest
 from hicache.slot_request import SlotLoad
+from hicache.stats import DirectoryStats
 from tests.engine.layer_lives import DEVICE, PAGE, SPEC, value
 from tests.engine.lazy_cuda import EnqueuedCopies, LazyCuda
 
@@ -46,6 +47,10 @@ class SlotLife:
         self.free = [list(range(SLOTS)) for _ in LAYERS]  # the last ones to be given back are the first to be taken
         self.trunks = [[self.rng.randrange(4) for _ in range(16)] for _ in range(3)]
         self.loading: list[tuple[SlotRequest, list[int], SlotLoad, dict[Part, int]]] = []
+
+    @property
+    def stats(self) -> DirectoryStats:
+        return self.cache.stats
 
     def step(self) -> None:
         """A request begins or goes on, in a stream that other threads do not have by themselves."""

@@ -22,7 +22,7 @@ from hicache.pools import L1Pool
 from hicache.spec import CacheSpec, PagedGroup, StateField, StateGroup
 from tests.engine.conftest import Rank
 from tests.engine.fakes import FaultyCopies
-from tests.engine.layer_lives import LayerLife
+from tests.engine.layer_lives import LayerLife, lived
 from tests.engine.lazy_cuda import EnqueuedCopies, LazyCuda
 from tests.engine.specs import as_bytes, fill_with_noise
 from tests.engine.test_copy_order import CudaDouble
@@ -314,14 +314,7 @@ def test_br_002_a_backup_holds_what_compute_wrote_last_however_late_that_is(rank
 
 
 def live(seed: int, order: Callable[[torch.device, LazyCuda], CopyOrder] = CudaOrder) -> LayerLife:
-    """Until something has been loaded so often, or something wrong has been read."""
-    life = LayerLife(seed, order)
-    for _ in range(STEPS_MAX):
-        life.step()
-        if life.wrong or life.cache.stats.objects["load.ok"] > LOADS:
-            break
-    life.end()
-    return life
+    return lived(LayerLife(seed, order), loads=LOADS, steps_max=STEPS_MAX)
 
 
 @pytest.mark.parametrize("seed", range(8))

@@ -11,7 +11,7 @@ import torch
 
 from hicache.copy_order import CopyOrder, CudaOrder
 from hicache.slot_directory import SlotDirectory, Step
-from tests.engine.layer_lives import PAGE, LayerLife
+from tests.engine.layer_lives import PAGE, LayerLife, lived
 from tests.engine.lazy_cuda import LazyCuda
 from tests.engine.slot_lives import SlotLife
 
@@ -19,14 +19,7 @@ LOADS, STEPS_MAX = 150, 1500
 
 
 def live(seed: int, order: Callable[[torch.device, LazyCuda], CopyOrder] = CudaOrder) -> SlotLife:
-    """Until something has been loaded so often, or something wrong has been read."""
-    life = SlotLife(seed, order)
-    for _ in range(STEPS_MAX):
-        life.step()
-        if life.wrong or life.cache.stats.objects["load.ok"] > LOADS:
-            break
-    life.end()
-    return life
+    return lived(SlotLife(seed, order), loads=LOADS, steps_max=STEPS_MAX)
 
 
 @pytest.mark.parametrize("seed", range(6))
