@@ -13,11 +13,14 @@ from dataclasses import asdict, dataclass
 from functools import partial
 
 import structlog
+from aiohttp import web
 
 from hicache.backends.open import open_store as open_backend_store
 from hicache.backends.shared_store import SharedStore
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.daemon.acceptor import BACKLOG
+from hicache.daemon.admin_api import AdminApi
+from hicache.daemon.authority import Authority
 from hicache.daemon.bulk_calls import BulkCalls
 from hicache.daemon.bulk_socket import BulkSocket
 from hicache.daemon.config import DaemonConfig
@@ -29,6 +32,7 @@ from hicache.daemon.memory_socket import STRANGE_QUEUE_MAX, MemorySocket
 from hicache.daemon.metrics import BackendNumbers, Metrics, Readings
 from hicache.daemon.notify import Ready, notify_systemd, remove_ready_file, write_ready_file
 from hicache.daemon.open_files import raise_open_files_limit
+from hicache.daemon.probes import Probes
 from hicache.daemon.rates import TenantRates
 from hicache.daemon.readings import (
     StoreNumbers,
@@ -111,6 +115,7 @@ class Daemon:
         self._storage: Storage | None = None
         self._snapshot: StoreSnapshot | None = None
         self.metrics = Metrics(version=daemon_version(), backend=config.backend)
+        self.admin = AdminApi(Authority(), state=lambda: self._readiness)
 
     def _open_recorder(self) -> TraceRecorder | None:
         config = self._config
@@ -185,15 +190,17 @@ class Daemon:
         return ready
 
     async def _start_http(self) -> str:
-        address = self._config.http_address
+        """Serves the admin socket, and the address ``http`` where there is one; returns that with its real port."""
+        config = self._config
+        probes = Probes(metrics=self._render_metrics, is_alive=self._is_alive, readiness=lambda: self._readiness)
+        await self._serve_http("socket", config.admin_socket, [*probes.routes(), *self.admin.routes(is_guarded=True)])
+        address = config.http_address
         if address is None:
             return ""
-        server = HttpServer(
-            metrics=self._render_metrics,
-            is_alive=self._is_alive,
-            readiness=lambda: self._readiness,
-            on_foreign_host=self.metrics.host_refusals.inc,
-        )
+        return await self._serve_http("http", address, [*probes.routes(), *self.admin.routes(is_guarded=False)])
+
+    async def _serve_http(self, setting: str, address: HostPort | str, routes: Sequence[web.RouteDef]) -> str:
+        server = HttpServer(setting, routes, on_foreign_host=self.metrics.host_refusals.inc)
         self._stages.push_async_callback(server.stop)
         return await server.start(address, socket_mode=self._config.socket_mode_bits)
 
