@@ -35,7 +35,7 @@ class Hellos:
         self._identity = identity
         self._tenants = tenants
         self._sessions = sessions
-        self._namespaces = KnownNamespaces()
+        self.namespaces = KnownNamespaces()
         self._deployments = Deployments()
 
     @property
@@ -57,7 +57,7 @@ class Hellos:
         check_key_hash(descriptor, self._tenants)
         membership = read_membership(hello.deployment, descriptor, hello.salt_fingerprint)
         with self._deployments.joined(tenant, membership):
-            differences = self._namespaces.meet(tenant, hello.namespace_digest, descriptor)
+            differences = self.namespaces.meet(tenant, hello.namespace_digest, descriptor)
             session, secret = self._sessions.open(tenant, _printable(hello.client_name))
             try:
                 yield session, self._welcome(session, secret, differences, is_local=peer.startswith("unix"))

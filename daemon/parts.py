@@ -35,6 +35,8 @@ from hicache.daemon.recovery import OpenedStore
 from hicache.daemon.sessions import Sessions
 from hicache.daemon.settings import HostPort
 from hicache.daemon.socket_lock import SocketLock, listen_tcp, listen_unix
+from hicache.daemon.status import StatusReporter
+from hicache.daemon.status_feed import StatusFeed
 from hicache.daemon.stopping import Stopping
 from hicache.daemon.storage import STUCK_S, Storage, Store
 from hicache.daemon.tenant_bounds import inflight_budgets, region_budget, share_of
@@ -68,6 +70,13 @@ async def start_http(
 
     await serve("socket", config.admin_socket, is_guarded=True)
     return "" if config.http_address is None else await serve("http", config.http_address, is_guarded=False)
+
+
+def start_status(reporter: StatusReporter, admin: AdminApi, stages: AsyncExitStack) -> None:
+    """Has the admin API tell how the daemon is, from now to its stop."""
+    feed = StatusFeed(reporter)
+    feed.start(admin)
+    stages.push_async_callback(feed.stop)
 
 
 def open_recorder(config: DaemonConfig, stages: AsyncExitStack) -> TraceRecorder | None:
