@@ -10,6 +10,7 @@ from contextlib import AsyncExitStack
 from functools import partial
 
 import structlog
+from aiohttp import web
 
 from hicache.backends.shared_store import SharedStore
 from hicache.daemon.acceptor import BACKLOG
@@ -20,6 +21,7 @@ from hicache.daemon.config import DaemonConfig
 from hicache.daemon.http import HttpServer
 from hicache.daemon.memory_socket import STRANGE_QUEUE_MAX, MemorySocket
 from hicache.daemon.metrics import BackendNumbers, Metrics, Readings
+from hicache.daemon.page import Page
 from hicache.daemon.probes import Probes
 from hicache.daemon.rates import TenantRates
 from hicache.daemon.readings import (
@@ -62,14 +64,16 @@ async def start_http(
 ) -> str:
     """Serves the admin socket, and the address ``http`` where there is one; returns that with its real port."""
 
-    async def serve(setting: str, address: HostPort | str, *, is_guarded: bool) -> str:
-        routes = [*probes.routes(), *admin.routes(is_guarded=is_guarded)]
+    async def serve(setting: str, address: HostPort | str, routes: Sequence[web.RouteDef]) -> str:
         server = HttpServer(setting, routes, on_foreign_host=metrics.host_refusals.inc)
         stages.push_async_callback(server.stop)
         return await server.start(address, socket_mode=config.socket_mode_bits)
 
-    await serve("socket", config.admin_socket, is_guarded=True)
-    return "" if config.http_address is None else await serve("http", config.http_address, is_guarded=False)
+    await serve("socket", config.admin_socket, [*probes.routes(), *admin.routes(is_guarded=True)])
+    if config.http_address is None:
+        return ""
+    routes = [*Page().routes(), *probes.routes(), *admin.routes(is_guarded=False)]
+    return await serve("http", config.http_address, routes)
 
 
 def start_status(reporter: StatusReporter, admin: AdminApi, stages: AsyncExitStack) -> None:

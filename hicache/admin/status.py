@@ -11,7 +11,7 @@ FORMAT = 1  # of all three; a field that is added does not change it
 
 TENANTS_SHOWN = 32
 NAMESPACES_SHOWN = 32
-SLOWEST_SHOWN = 16
+SLOWEST_SHOWN = 10
 ERRORS_SHOWN = 32
 WINDOW_S = 3600  # "the last hour"
 SAMPLE_S = 10
