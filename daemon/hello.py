@@ -15,7 +15,7 @@ from hicache.daemon.tenants import Tenants
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.protocol import KEY_BYTES_MAX, PROTOCOL_VERSION, RefusalCode
 
-CLIENT_NAME_CHARS_MAX = 128
+NAME_CHARS_MAX = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,7 @@ class Hellos:
         membership = read_membership(hello.deployment, descriptor, hello.salt_fingerprint)
         with self._deployments.joined(tenant, membership):
             differences = self.namespaces.meet(tenant, hello.namespace_digest, descriptor)
-            session, secret = self._sessions.open(tenant, _printable(hello.client_name))
+            session, secret = self._sessions.open(tenant, printable(hello.client_name))
             try:
                 yield session, self._welcome(session, secret, differences, is_local=peer.startswith("unix"))
             finally:
@@ -88,6 +88,6 @@ class Hellos:
         )
 
 
-def _printable(name: str) -> str:
-    """A client's name as it may appear in a log line."""
-    return "".join(character if character.isprintable() else "?" for character in name[:CLIENT_NAME_CHARS_MAX])
+def printable(name: str) -> str:
+    """What a client calls something, as it may appear in a log line or on a terminal."""
+    return "".join(character if character.isprintable() else "?" for character in name[:NAME_CHARS_MAX])

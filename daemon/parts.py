@@ -37,7 +37,6 @@ from hicache.daemon.recovery import OpenedStore
 from hicache.daemon.sessions import Sessions
 from hicache.daemon.settings import HostPort
 from hicache.daemon.socket_lock import SocketLock, listen_tcp, listen_unix
-from hicache.daemon.status import StatusReporter
 from hicache.daemon.status_feed import StatusFeed
 from hicache.daemon.stopping import Stopping
 from hicache.daemon.storage import STUCK_S, Storage, Store
@@ -76,9 +75,8 @@ async def start_http(
     return await serve("http", config.http_address, routes)
 
 
-def start_status(reporter: StatusReporter, admin: AdminApi, stages: AsyncExitStack) -> None:
+def start_status(feed: StatusFeed, admin: AdminApi, stages: AsyncExitStack) -> None:
     """Has the admin API tell how the daemon is, from now to its stop."""
-    feed = StatusFeed(reporter)
     feed.start(admin)
     stages.push_async_callback(feed.stop)
 

@@ -37,6 +37,7 @@ from hicache.daemon.recovery import OpenedStore, open_store, recover
 from hicache.daemon.service import HiCachedService
 from hicache.daemon.sessions import Sessions
 from hicache.daemon.status import Parts, StatusReporter
+from hicache.daemon.status_feed import StatusFeed
 from hicache.daemon.stopping import Stopping
 from hicache.daemon.storage import Storage, Store
 from hicache.daemon.tenant_bounds import store_limits
@@ -76,6 +77,7 @@ class Daemon:
             metrics=self.metrics,
             state=lambda: self._readiness,
         )
+        self.status_feed = StatusFeed(self._reporter)
 
     async def start(self) -> Ready:
         """Returns once clients are served. Raises ConfigError, StorageInUse or BackendError.
@@ -90,7 +92,7 @@ class Daemon:
             remove_ready_file(config.ready_file)
         probes = Probes(metrics=self._render_metrics, is_alive=self._is_alive, readiness=lambda: self._readiness)
         http = await start_http(config, probes, self.admin, self.metrics, stages)
-        start_status(self._reporter, self.admin, stages)
+        start_status(self.status_feed, self.admin, stages)
         self._readiness = "recovering"
         opened = await recover(partial(self._opener, config, limits), stages, self._stopping)
         self._storage = storage = start_storage(config, opened, stages, self._stopping)

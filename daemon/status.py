@@ -34,6 +34,7 @@ from hicache.backends.base import Number, Usage
 from hicache.backends.shared_store import SharedStore
 from hicache.backends.store_stats import StoreStats, TenantStats
 from hicache.daemon.counts import METHODS_BY_KIND, Counts, Reason, Times, read_counts
+from hicache.daemon.hello import printable
 from hicache.daemon.history import History, Levels
 from hicache.daemon.metrics import Metrics
 from hicache.daemon.namespaces import KnownNamespaces
@@ -47,7 +48,6 @@ from hicache.workers import QueueFull
 FRESH_S = 0.5  # however many ask, the store is not asked more often
 STORE_TIMEOUT_S = 0.5
 TENANTS_AT_ONCE = 128  # the store holds its lock for so many at a time
-MODEL_CHARS_MAX = 64
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,7 +262,7 @@ def _tenants(parts: Parts, numbers: StoreNumbers) -> list[TenantUse]:
 def _namespaces(known: KnownNamespaces) -> list[Namespace]:
     latest = itertools.islice(known.latest(), NAMESPACES_SHOWN)
     return [
-        Namespace(digest=digest.hex(), tenant=tenant.name, model=str(descriptor.get("model", ""))[:MODEL_CHARS_MAX])
+        Namespace(digest=digest.hex(), tenant=tenant.name, model=printable(str(descriptor.get("model", ""))))
         for tenant, digest, descriptor in latest
     ]
 

@@ -24,7 +24,7 @@ class StatusFeed:
 
     def __init__(self, reporter: StatusReporter) -> None:
         self._reporter = reporter
-        self._hub = EventHub()
+        self.hub = EventHub()
         self._notices = Notices(logging.getLogger(__name__))
         self._task: asyncio.Task[None] | None = None
 
@@ -43,7 +43,7 @@ class StatusFeed:
         await asyncio.gather(self._task, return_exceptions=True)
         self._task = None
         await self._publish_status()
-        self._hub.close()
+        self.hub.close()
 
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
@@ -54,7 +54,7 @@ class StatusFeed:
                     sample_at_s = max(sample_at_s + SAMPLE_S, loop.time())
                     sample = await self._reporter.sample()
                     if sample is not None:
-                        self._hub.publish("sample", msgspec.json.encode(sample))
+                        self.hub.publish("sample", msgspec.json.encode(sample))
                 await self._publish_status()
             except Exception as error:  # a mistake here must not end the history for good
                 self._notices.error("status", "the status cannot be told: %r", error)
@@ -62,8 +62,8 @@ class StatusFeed:
             await asyncio.sleep(tick_at_s - loop.time())
 
     async def _publish_status(self) -> None:
-        if len(self._hub):
-            self._hub.publish("status", msgspec.json.encode(await self._reporter.status()))
+        if len(self.hub):
+            self.hub.publish("status", msgspec.json.encode(await self._reporter.status()))
 
     async def _status(self, _: Call[None]) -> Status:
         return await self._reporter.status()
@@ -72,10 +72,8 @@ class StatusFeed:
         return self._reporter.history()
 
     async def _events(self, _: Call[None], request: web.Request) -> web.StreamResponse:
-        if self._hub.is_full:
+        if self.hub.is_full:
             raise AdminError(
                 503, f"events have {SUBSCRIBERS_MAX} subscribers, which is the most; close one, or ask /v1/status"
             )
-        return await self._hub.serve(
-            request, encode_event("status", msgspec.json.encode(await self._reporter.status()))
-        )
+        return await self.hub.serve(request, encode_event("status", msgspec.json.encode(await self._reporter.status())))

@@ -108,7 +108,7 @@ def _tenants(status: Status, name_chars: int) -> list[Row]:
         (
             clean(tenant.name, name_chars),
             bar(*_fullest_quota(tenant, capacity_bytes)),
-            f"{size(tenant.used_bytes)} of {size(tenant.quota_bytes) if tenant.quota_bytes else 'no quota'}",
+            f"{size(tenant.used_bytes)}{f' of {size(tenant.quota_bytes)}' if tenant.quota_bytes else ', no quota'}",
             f"{tenant.objects:,} objects",
         )
         for tenant in status.tenants
