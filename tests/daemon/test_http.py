@@ -75,7 +75,7 @@ def test_http_can_be_off_or_on_a_unix_socket(start_thread: StartThread, folder: 
 def test_a_daemon_whose_storage_does_not_answer_is_not_healthy_but_says_so_at_once(
     start_thread: StartThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hicache.daemon.server.STUCK_S", 0.05)
+    monkeypatch.setattr("hicache.daemon.parts.STUCK_S", 0.05)
     daemon = start_thread(io_threads=2)
     with Client(daemon.target) as client, Memory(4096) as memory:
         region = client.attach(memory).region_id
