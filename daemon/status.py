@@ -7,7 +7,7 @@ import contextlib
 import heapq
 import itertools
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -120,6 +120,11 @@ class StatusReporter:
                 await self._refresh()
                 self._status = (self._clock(), self._gather())
             return self._status[1]
+
+    @property
+    def history_samples(self) -> deque[Sample]:
+        """The samples of the last hour, as they are kept."""
+        return self._history.samples
 
     def history(self) -> HistoryMessage:
         """The samples of the last hour."""

@@ -23,7 +23,7 @@ class StatusFeed:
     """Event loop only. ``start`` it once; ``stop`` ends every stream."""
 
     def __init__(self, reporter: StatusReporter) -> None:
-        self._reporter = reporter
+        self.reporter = reporter
         self.hub = EventHub()
         self._notices = Notices(logging.getLogger(__name__))
         self._task: asyncio.Task[None] | None = None
@@ -52,7 +52,7 @@ class StatusFeed:
             try:
                 if loop.time() >= sample_at_s:
                     sample_at_s = max(sample_at_s + SAMPLE_S, loop.time())
-                    sample = await self._reporter.sample()
+                    sample = await self.reporter.sample()
                     if sample is not None:
                         self.hub.publish("sample", msgspec.json.encode(sample))
                 await self._publish_status()
@@ -63,17 +63,17 @@ class StatusFeed:
 
     async def _publish_status(self) -> None:
         if len(self.hub):
-            self.hub.publish("status", msgspec.json.encode(await self._reporter.status()))
+            self.hub.publish("status", msgspec.json.encode(await self.reporter.status()))
 
     async def _status(self, _: Call[None]) -> Status:
-        return await self._reporter.status()
+        return await self.reporter.status()
 
     async def _history(self, _: Call[None]) -> HistoryMessage:
-        return self._reporter.history()
+        return self.reporter.history()
 
     async def _events(self, _: Call[None], request: web.Request) -> web.StreamResponse:
         if self.hub.is_full:
             raise AdminError(
                 503, f"events have {SUBSCRIBERS_MAX} subscribers, which is the most; close one, or ask /v1/status"
             )
-        return await self.hub.serve(request, encode_event("status", msgspec.json.encode(await self._reporter.status())))
+        return await self.hub.serve(request, encode_event("status", msgspec.json.encode(await self.reporter.status())))

@@ -8,7 +8,17 @@ const HOUR_S = 3600;
 const TIERS = { l1: "L1, GPU memory", l2: "L2, host memory", ram: "RAM, in front of L3", l3: "L3, the store" };
 
 const at = (id) => document.getElementById(id);
-const fill = (id, ...children) => at(id).replaceChildren(...children);
+
+/** Makes these the children of an element. What is the same stays, with what the reader has selected of it. */
+function fill(id, ...children) {
+  const parent = at(id);
+  children.forEach((child, index) => {
+    const old = parent.childNodes[index];
+    if (!old) parent.append(child);
+    else if (!old.isEqualNode(child)) old.replaceWith(child);
+  });
+  while (parent.childNodes.length > children.length) parent.lastChild.remove();
+}
 
 function make(tag, className, ...children) {
   const element = document.createElement(tag);

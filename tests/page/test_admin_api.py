@@ -21,6 +21,7 @@ from hicache.admin.verbs import BODY_BYTES_MAX, EVENTS, HISTORY, STATUS, VERBS, 
 from hicache.daemon.admin_api import AdminApi, AdminError, Call
 from hicache.daemon.authority import Authority, Caller
 from hicache.daemon.http import HttpServer
+from hicache.daemon.socket_lock import listen_unix
 from hicache.errors import AdminRefused, ConfigError, DaemonUnreachable
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.rig import http_get
@@ -50,8 +51,8 @@ async def api(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
     """An API of ADD alone, for callers who are alice, and a client."""
     monkeypatch.setattr("hicache.daemon.admin_api.VERBS", (ADD,))
     made = AdminApi(Everybody(), state=lambda: "recovering")
-    server = HttpServer("socket", made.routes(is_guarded=True), on_foreign_host=lambda: None)
-    path = await server.start(str(folder / "a.sock"), socket_mode=0o600)
+    server = HttpServer(made.routes(is_guarded=True), on_foreign_host=lambda: None)
+    path = await server.start(listen_unix("socket", str(folder / "a.sock"), mode=0o600))
     yield made, Admin(path, timeout_s=10)
     await server.stop()
 
