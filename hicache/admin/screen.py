@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
-from rich.console import Group, RenderableType
+from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.progress_bar import ProgressBar
+from rich.segment import Segment
 from rich.table import Table
 from rich.text import Text
 
@@ -17,6 +19,7 @@ NAMES = {"l1": "L1", "l2": "L2", "ram": "RAM", "l3": "L3"}
 BAR_COLUMNS = 16
 SPARK_COLUMNS = 30
 NAME_CHARS_MIN = 12
+COLUMNS_MAX = 1000
 OTHER_COLUMNS = 62  # of a line with a tenant's name
 Row: TypeAlias = tuple[str | Text | ProgressBar, ...]
 
@@ -42,7 +45,19 @@ def screen(status: Status, samples: Sequence[Sample] = (), *, columns: int, line
         for (title, rows), share in zip(tables, shares, strict=True)
         if share
     ]
-    return Group(*head, *body)
+    return _Cut(Group(*head, *body))
+
+
+@dataclass(frozen=True, slots=True)
+class _Cut:
+    """Lines as long as they come, each cut where the terminal ends."""
+
+    lines: RenderableType
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        for line in console.render_lines(self.lines, options.update(width=COLUMNS_MAX), pad=False):
+            yield from Segment.adjust_line_length(line, options.max_width, pad=False)
+            yield Segment.line()
 
 
 def _share(wanted: list[int], lines: int) -> list[int]:
@@ -142,10 +157,10 @@ def _slowest(status: Status, name_chars: int) -> list[Row]:
 
 
 def _grid(rows: Sequence[Row]) -> Table:
-    """Rows of one line each, cut where the terminal ends."""
+    """Rows of one line each."""
     grid = Table.grid(padding=(0, 2, 0, 0))
     for _ in rows[0] if rows else ():
-        grid.add_column(no_wrap=True, overflow="ellipsis")
+        grid.add_column(no_wrap=True)
     for row in rows:
         grid.add_row(*row)
     return grid

@@ -35,6 +35,6 @@ def status(admin: str, token_file: str | None, json_path: str | None) -> None:
     write_json(json_path, msgspec.to_builtins(found))
     if json_path != "-":
         console = Console(highlight=False)
-        console.print(screen(found, columns=console.width))
+        console.print(screen(found, columns=console.width), end="")
     is_well = found.state == "ready" and found.store_age_s is not None and found.store_age_s < STORE_SILENT_S
     sys.exit(EXIT_DONE if is_well else EXIT_BAD)

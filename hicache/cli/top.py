@@ -49,7 +49,7 @@ def top(admin: str, token_file: str | None, once: bool, json_path: str | None) -
     if json_path == "-":
         return
     if once or json_path is not None or not (console.is_terminal and sys.stdin.isatty()):
-        console.print(screen(first, columns=console.width))
+        console.print(screen(first, columns=console.width), end="")
         return
     with contextlib.suppress(KeyboardInterrupt):
         _watch(asked, console)
