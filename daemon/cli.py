@@ -60,7 +60,7 @@ def _run(config: DaemonConfig, reread: Callable[[], DaemonConfig]) -> bool:
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     from prometheus_client import disable_created_metrics
 
-    from hicache.daemon.server import serve
+    from hicache.daemon.process import serve
 
     disable_created_metrics()  # type: ignore[no-untyped-call]  # prometheus_client has none here
     configure_logs(level=config.log_level, style=config.log_format)

@@ -15,7 +15,7 @@ from hicache.backends.store import ObjectStore
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.readings import StoreNumbers
-from hicache.daemon.server import OpenedStore
+from hicache.daemon.recovery import OpenedStore
 from hicache.outcome import Outcome
 from tests.daemon.client import Client
 from tests.daemon.raw_links import Memory, object_key

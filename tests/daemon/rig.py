@@ -18,7 +18,8 @@ from typing import Any
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.daemon.config import DaemonConfig, load_config
 from hicache.daemon.notify import Ready
-from hicache.daemon.server import Daemon, OpenedStore
+from hicache.daemon.recovery import OpenedStore
+from hicache.daemon.server import Daemon
 
 START_S = 30.0
 STOP_S_SLACK = 20.0

@@ -23,7 +23,8 @@ from hicache.daemon.acceptor import STRANGERS_MAX
 from hicache.daemon.config import DaemonConfig, load_config
 from hicache.daemon.control import DELETE_CHUNK_KEYS
 from hicache.daemon.http import CONNECTIONS_MAX
-from hicache.daemon.server import Daemon, OpenedStore, open_store
+from hicache.daemon.recovery import OpenedStore, open_store
+from hicache.daemon.server import Daemon
 from hicache.daemon.sessions import CALLS_PER_SESSION_MAX
 from hicache.errors import ConfigError
 from hicache.outcome import Outcome

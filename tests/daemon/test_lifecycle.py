@@ -20,7 +20,8 @@ import pytest
 from hicache.backends.faulty import Fault, FaultKind
 from hicache.daemon.config import load_config
 from hicache.daemon.notify import Ready, write_ready_file
-from hicache.daemon.server import Daemon, OpenedStore
+from hicache.daemon.recovery import OpenedStore
+from hicache.daemon.server import Daemon
 from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.bulk import BulkKind

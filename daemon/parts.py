@@ -1,0 +1,186 @@
+"""Makes and starts each part of hicached, and says how it is undone: ``stages`` undoes the last one started first."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import Callable, Sequence
+from contextlib import AsyncExitStack
+from functools import partial
+
+import structlog
+
+from hicache.backends.shared_store import SharedStore
+from hicache.daemon.acceptor import BACKLOG
+from hicache.daemon.admin_api import AdminApi
+from hicache.daemon.bulk_calls import BulkCalls
+from hicache.daemon.bulk_socket import BulkSocket
+from hicache.daemon.config import DaemonConfig
+from hicache.daemon.http import HttpServer
+from hicache.daemon.memory_socket import STRANGE_QUEUE_MAX, MemorySocket
+from hicache.daemon.metrics import BackendNumbers, Metrics, Readings
+from hicache.daemon.probes import Probes
+from hicache.daemon.rates import TenantRates
+from hicache.daemon.readings import (
+    StoreSnapshot,
+    rate_readings,
+    session_readings,
+    store_readings,
+    tenant_readings,
+    thread_readings,
+)
+from hicache.daemon.recorder import TraceRecorder
+from hicache.daemon.recovery import OpenedStore
+from hicache.daemon.sessions import Sessions
+from hicache.daemon.settings import HostPort
+from hicache.daemon.socket_lock import SocketLock, listen_tcp, listen_unix
+from hicache.daemon.stopping import Stopping
+from hicache.daemon.storage import STUCK_S, Storage, Store
+from hicache.daemon.tenant_bounds import inflight_budgets, region_budget, share_of
+from hicache.daemon.tenants import Tenants
+from hicache.daemon.transfers import Transfers
+from hicache.daemon.upkeep import Upkeep
+from hicache.workers import QueueFull, Workers
+
+REGIONS_S = 0.3  # for regions that are being detached when the stop begins
+UNMAPS_MAX = 8192  # mappings that wait for the thread that unmaps them
+
+log = structlog.get_logger("hicache.daemon")
+
+
+def lock_socket(config: DaemonConfig, stages: AsyncExitStack) -> None:
+    """Raises StorageInUse where another daemon owns the socket."""
+    lock = SocketLock(config.lock_file, config.socket)
+    stages.callback(lock.release)
+
+
+async def start_http(
+    config: DaemonConfig, probes: Probes, admin: AdminApi, metrics: Metrics, stages: AsyncExitStack
+) -> str:
+    """Serves the admin socket, and the address ``http`` where there is one; returns that with its real port."""
+
+    async def serve(setting: str, address: HostPort | str, *, is_guarded: bool) -> str:
+        routes = [*probes.routes(), *admin.routes(is_guarded=is_guarded)]
+        server = HttpServer(setting, routes, on_foreign_host=metrics.host_refusals.inc)
+        stages.push_async_callback(server.stop)
+        return await server.start(address, socket_mode=config.socket_mode_bits)
+
+    await serve("socket", config.admin_socket, is_guarded=True)
+    return "" if config.http_address is None else await serve("http", config.http_address, is_guarded=False)
+
+
+def open_recorder(config: DaemonConfig, stages: AsyncExitStack) -> TraceRecorder | None:
+    """What writes the trace of look-ups, if one is wanted."""
+    if not config.trace_file:
+        return None
+    recorder = TraceRecorder(
+        config.trace_file, bytes_max=config.trace_bytes_max, block_tokens=config.trace_block_tokens
+    )
+    stages.callback(recorder.close)
+    return recorder
+
+
+def start_storage(config: DaemonConfig, opened: OpenedStore, stages: AsyncExitStack, stopping: Stopping) -> Storage:
+    """The threads that call the store; closing them closes it."""
+    storage = Storage(opened.store, io_threads=config.io_threads, stuck_s=STUCK_S)
+    stages.push_async_callback(_close_storage, storage, stopping)
+    upkeep = Upkeep(storage)
+    upkeep.start()
+    stages.push_async_callback(upkeep.stop)
+    return storage
+
+
+async def _close_storage(storage: Storage, stopping: Stopping) -> None:
+    closing = Workers("hicached-close", threads=1, queue_max=1)
+    left_s = stopping.store_left_s
+    job = closing.submit(partial(storage.close, timeout_s=left_s / 2))
+    done, _ = await asyncio.wait([asyncio.wrap_future(job.future)], timeout=left_s)
+    closing.close(timeout_s=0)
+    if not any(future.result() for future in done):
+        stopping.is_clean = False
+        log.error("the storage did not stop in time; everything that was acknowledged is safe")
+
+
+def measure_storage(metrics: Metrics, storage: Storage, opened: OpenedStore, tenants: Tenants) -> StoreSnapshot:
+    """Has /metrics show the storage. Returns what is refreshed before each scrape."""
+    snapshot = StoreSnapshot(storage, opened.numbers, tenants.named)
+    metrics.registry.register(Readings((*thread_readings(storage), *store_readings(snapshot))))
+    metrics.registry.register(Readings(tenant_readings(snapshot)))
+    if isinstance(opened.store, SharedStore):
+        metrics.registry.register(BackendNumbers(opened.store.numbers))
+    return snapshot
+
+
+def make_sessions(config: DaemonConfig, storage: Storage, tenants: Tenants, metrics: Metrics) -> Sessions:
+    """No session yet, and the bounds that all of them will keep."""
+
+    def release_leases(lease_ids: Sequence[int]) -> None:
+        with contextlib.suppress(QueueFull):  # they run out by themselves
+            storage.control.submit(partial(_release_all, storage.store, lease_ids))
+
+    rates = {
+        tenant: TenantRates(calls_per_s_max=settings.calls_per_s_max, bytes_per_s_max=settings.bytes_per_s_max)
+        for tenant, settings in tenants.settings.items()
+    }
+    sessions = Sessions(
+        sessions_max=config.sessions_max,
+        tenant_sessions_max=config.tenant_sessions_max or share_of(config.sessions_max, tenants),
+        budgets=inflight_budgets(config, tenants),
+        rates=rates,
+        region_budget=region_budget(config, tenants),
+        release_leases=release_leases,
+    )
+    metrics.registry.register(Readings(session_readings(sessions)))
+    metrics.registry.register(Readings(rate_readings(rates, tenants.named)))
+    return sessions
+
+
+def start_memory_socket(config: DaemonConfig, sessions: Sessions, metrics: Metrics, stages: AsyncExitStack) -> None:
+    """Takes memory of clients from here on."""
+    unmapping = Workers("hicached-unmap", threads=1, queue_max=UNMAPS_MAX)
+    stages.callback(unmapping.close, timeout_s=0)  # what is still mapped goes with the process
+
+    def unmap(close_mapping: Callable[[], None]) -> None:
+        with contextlib.suppress(QueueFull):  # the collector unmaps it
+            unmapping.submit(close_mapping)
+
+    listener = listen_unix("socket", config.memory_socket, mode=config.socket_mode_bits, backlog=BACKLOG)
+    stages.callback(_remove, config.memory_socket)
+    stages.callback(listener.close)
+    strange = Workers("hicached-strange", threads=1, queue_max=STRANGE_QUEUE_MAX)
+    stages.callback(strange.close, timeout_s=0)  # what cannot be closed goes with the process
+    memory_socket = MemorySocket(
+        listener, sessions, unmap=unmap, strange=strange, on_refusal=metrics.region_refusals.inc
+    )
+    memory_socket.start()
+    stages.push_async_callback(memory_socket.stop, timeout_s=REGIONS_S)
+
+
+def start_bulk(
+    config: DaemonConfig, sessions: Sessions, transfers: Transfers, metrics: Metrics, stages: AsyncExitStack
+) -> tuple[BulkSocket, HostPort | None]:
+    """The bulk socket, and its TCP address with its real port if it has one."""
+    listeners = [listen_unix("socket", config.bulk_socket, mode=config.socket_mode_bits, backlog=BACKLOG)]
+    stages.callback(_remove, config.bulk_socket)
+    stages.callback(listeners[0].close)
+    address = config.bulk_listen_address
+    if address is not None:
+        listeners.append(listen_tcp("bulk_listen", address.host, address.port, backlog=BACKLOG))
+        stages.callback(listeners[1].close)
+        address = HostPort(address.host, listeners[1].getsockname()[1])
+    calls = BulkCalls(config, sessions=sessions, transfers=transfers, metrics=metrics)
+    bulk = BulkSocket(listeners, sessions, calls)
+    bulk.start()
+    stages.push_async_callback(bulk.stop)
+    return bulk, address
+
+
+def _release_all(store: Store, lease_ids: Sequence[int]) -> None:
+    for lease_id in lease_ids:
+        store.release(lease_id)
+
+
+def _remove(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)

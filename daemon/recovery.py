@@ -1,0 +1,82 @@
+"""Opens the store in a thread, which may take long, and closes it when a stop comes first."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from dataclasses import dataclass
+from functools import partial
+
+import structlog
+
+from hicache.backends.open import open_store as open_backend_store
+from hicache.backends.tenant_limits import StoreLimits
+from hicache.daemon.config import DaemonConfig
+from hicache.daemon.readings import StoreNumbers
+from hicache.daemon.stopping import Stopping
+from hicache.daemon.storage import Store
+from hicache.workers import Job, Workers
+
+log = structlog.get_logger("hicache.daemon")
+
+
+@dataclass(frozen=True, slots=True)
+class OpenedStore:
+    """A recovered store, and what it is."""
+
+    store: Store
+    store_id: bytes
+    numbers: StoreNumbers
+
+
+def open_store(config: DaemonConfig, limits: StoreLimits) -> OpenedStore:
+    """Blocking: opens the backend and recovers its index. Raises ConfigError, StorageInUse or BackendError."""
+    store = open_backend_store(
+        config.backend_url,
+        capacity_bytes=config.capacity_bytes,
+        object_bytes_max=config.object_bytes_max,
+        high_watermark=config.high_watermark,
+        low_watermark=config.low_watermark,
+        free_space_floor_bytes=config.free_space_floor_bytes,
+        objects_max=config.objects_max,
+        limits=limits,
+    )
+    return OpenedStore(store, store.store_id, StoreNumbers.of(store))
+
+
+async def recover(opener: Callable[[], OpenedStore], stages: AsyncExitStack, stopping: Stopping) -> OpenedStore:
+    """What ``opener`` opens in a thread; probes are answered meanwhile. Raises what it raises."""
+    opening = Workers("hicached-recovery", threads=1, queue_max=1)
+    job = opening.submit(opener)
+    try:
+        opened = await asyncio.wrap_future(job.future)
+    except asyncio.CancelledError:
+        if not opening.withdraw(job):
+            stages.push_async_callback(_close_overtaken, opening, job, stopping)
+        raise
+    except BaseException:
+        opening.close(timeout_s=0)
+        raise
+    opening.close(timeout_s=0)
+    return opened
+
+
+async def _close_overtaken(opening: Workers, job: Job[OpenedStore], stopping: Stopping) -> None:
+    """A stop overtook the recovery: what it opens within the time of the stop is closed as after any other run.
+
+    A recovery that takes longer ends with the process, as with SIGKILL, which backends survive.
+    """
+    closing = asyncio.wrap_future(opening.submit(partial(_close_opened, job)).future)  # one thread: after the opening
+    done, _ = await asyncio.wait([closing], timeout=stopping.store_left_s)
+    opening.close(timeout_s=0)
+    if not done:
+        stopping.is_clean = False
+        log.warning("stopped in the middle of a recovery; the next start begins it again")
+    elif (error := closing.exception()) is not None:
+        stopping.is_clean = False
+        log.error("the storage was not closed cleanly", reason=str(error))
+
+
+def _close_opened(job: Job[OpenedStore]) -> None:
+    job.future.result().store.close()
