@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.deployments import Deployments, read_membership
 from hicache.daemon.namespaces import KnownNamespaces, check_key_hash, read_descriptor
+from hicache.daemon.object_class import classes_of
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session, Sessions
 from hicache.daemon.tenants import Tenants
@@ -59,6 +60,7 @@ class Hellos:
         with self._deployments.joined(tenant, membership):
             differences = self._namespaces.meet(tenant, hello.namespace_digest, descriptor)
             session, secret = self._sessions.open(tenant, _printable(hello.client_name))
+            session.object_classes = classes_of(descriptor)
             try:
                 yield session, self._welcome(session, secret, differences, is_local=peer.startswith("unix"))
             finally:

@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
+from hicache.backends.base import GetItem, PutItem
+from hicache.backends.store_stats import Operation
 from hicache.daemon.metrics import Metrics
+from hicache.daemon.object_class import count_classes
+from hicache.daemon.sessions import Session
 from hicache.daemon.storage import Storage
 from hicache.notices import Notices
 from hicache.outcome import Outcome
@@ -34,6 +40,7 @@ class Extent:
 
 
 Work = Callable[[], list[Outcome]]
+Item = TypeVar("Item", GetItem, PutItem)
 
 
 class Transfers:
@@ -60,6 +67,29 @@ class Transfers:
     def ask(self, work: Work, item_count: int) -> Job[list[Outcome]]:
         """As ``submit``, for a thread that answers short questions."""
         return self._storage.control.submit(partial(self._safely, work, item_count))
+
+    def get(self, session: Session, items: Sequence[GetItem]) -> list[Outcome]:
+        """Reads objects of a session in a storage thread, which calls it."""
+        return self._timed(Operation.GET, session, items, self.store.get_into)
+
+    def put(self, session: Session, items: Sequence[PutItem]) -> list[Outcome]:
+        """Stores objects of a session in a storage thread, which calls it."""
+        return self._timed(Operation.PUT, session, items, self.store.put)
+
+    def _timed(
+        self,
+        operation: Operation,
+        session: Session,
+        items: Sequence[Item],
+        move: Callable[[Sequence[Item]], list[Outcome]],
+    ) -> list[Outcome]:
+        started_s = time.perf_counter()
+        outcomes = move(items)
+        elapsed_s = time.perf_counter() - started_s
+        moved = [item.key for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK]
+        if moved:
+            self._metrics.tally.moved(operation, count_classes(moved, session.object_classes), elapsed_s)
+        return outcomes
 
     def withdraw(self, job: Job[list[Outcome]]) -> None:
         """Takes a job of ``submit`` back if no thread has started it."""
