@@ -9,9 +9,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from hicache.exposition import counter, gauge, histogram
 from hicache.histogram import Histogram
 from hicache.outcome import Outcome
 
@@ -133,53 +134,21 @@ class CallTally(Collector):
     def collect(self) -> Iterator[Metric]:
         """See docs/metrics.md."""
         tally = self.read()
-        yield _counter("hicache_calls_started", "Calls begun.", ("method",), tally.started)
-        yield _counter("hicache_calls", "Finished calls by method and result.", ("method", "result"), tally.finished)
-        yield _gauge("hicache_calls_active", "Calls that run now.", ("method",), tally.active)
-        yield _histogram("hicache_call_seconds", "Time of finished calls.", ("method",), tally.seconds)
-        yield _counter("hicache_items_started", "Keys asked about.", ("method",), tally.keys_started)
-        yield _counter(
+        yield counter("hicache_calls_started", "Calls begun.", ("method",), tally.started)
+        yield counter("hicache_calls", "Finished calls by method and result.", ("method", "result"), tally.finished)
+        yield gauge("hicache_calls_active", "Calls that run now.", ("method",), tally.active)
+        yield histogram("hicache_call_seconds", "Time of finished calls.", ("method",), tally.seconds)
+        yield counter("hicache_items_started", "Keys asked about.", ("method",), tally.keys_started)
+        yield counter(
             "hicache_items", "Keys handled, by method and outcome.", ("method", "outcome"), tally.keys_finished
         )
-        yield _gauge("hicache_items_active", "Keys of calls that run now.", ("method",), tally.keys_active)
-        yield _counter(
+        yield gauge("hicache_items_active", "Keys of calls that run now.", ("method",), tally.keys_active)
+        yield counter(
             "hicache_transferred_bytes", "Payload of items whose outcome is OK.", ("method",), tally.moved_bytes
         )
-        yield _histogram(
+        yield histogram(
             "hicache_store_object_seconds",
             "Time of the storage call that an object was moved in.",
             ("operation", "class"),
             tally.object_seconds,
         )
-
-
-def _values(name: str | tuple[str, ...]) -> tuple[str, ...]:
-    return (name,) if isinstance(name, str) else name
-
-
-def _counter(
-    name: str, text: str, labels: tuple[str, ...], numbers: Mapping[str, int] | Mapping[tuple[str, str], int]
-) -> Metric:
-    family = CounterMetricFamily(name, text, labels=labels)
-    for values, number in numbers.items():
-        family.add_metric(_values(values), number)
-    return family
-
-
-def _gauge(name: str, text: str, labels: tuple[str, ...], numbers: Mapping[str, int]) -> Metric:
-    family = GaugeMetricFamily(name, text, labels=labels)
-    for values, number in numbers.items():
-        family.add_metric(_values(values), number)
-    return family
-
-
-def _histogram(
-    name: str,
-    text: str,
-    labels: tuple[str, ...],
-    histograms: Mapping[str, Histogram] | Mapping[tuple[str, str], Histogram],
-) -> Metric:
-    family = HistogramMetricFamily(name, text, labels=labels)
-    for values, histogram in histograms.items():
-        family.add_metric(_values(values), buckets=histogram.cumulative(), sum_value=histogram.sum)
-    return family

@@ -7,7 +7,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -117,7 +117,7 @@ class Ceiling:
     _slices: deque[_Slice] = field(default_factory=lambda: deque(maxlen=SLICES))
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def note(self, asked: int, missed: list[bytes]) -> None:
+    def note(self, asked: int, missed: Sequence[bytes]) -> None:
         """So many keys were asked for, and these of them were not there."""
         with self._lock:
             current = self._current()

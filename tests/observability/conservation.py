@@ -58,8 +58,7 @@ def check_engine(scrape: Scrape) -> None:
     """The same of an engine."""
     requested = total(scrape, "hicache_engine_requested_tokens_total")
     by_source = {
-        source: total(scrape, "hicache_engine_tokens_total", source=source)
-        for source in ("l1", "l2", "l3", "computed")
+        source: total(scrape, "hicache_engine_tokens_total", source=source) for source in ("l1", "l2", "l3", "computed")
     }
     assert requested == sum(by_source.values()) == total(scrape, "hicache_engine_tokens_total"), by_source
     found = total(scrape, "hicache_engine_prefetch_found_tokens_total")
