@@ -18,7 +18,7 @@ from hicache.backends.key_table import NO_SLOT, Slots
 from hicache.backends.leases import NO_LEASE, Leases
 from hicache.backends.pins import Pins, PinUse
 from hicache.backends.residents import Residents
-from hicache.backends.store_stats import StoreCounters, TenantStats
+from hicache.backends.store_stats import Cause, Held, StoreCounters, TenantStats
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.outcome import Outcome
 from hicache.tenancy import TENANT_BYTES
@@ -55,7 +55,7 @@ class Catalog:
         self.leases = Leases(on_ended=self.residents.release)
         self.pins = Pins(limit_of=self._pin_limit, on_freed=self.residents.put_back)
         self.events = Events()
-        self.counters = StoreCounters()
+        self.counters = StoreCounters(recovered=self.resident)
         self._weights = 0.0  # of all tenants that have objects, as of ...
         self._weights_version = (0, 0)
         self.reserved_bytes: Counter[bytes] = Counter()  # by tenant, for puts in progress
@@ -149,24 +149,50 @@ class Catalog:
 
     def add(self, keys: Sequence[bytes], sizes_bytes: Sequence[int]) -> None:
         """Objects are there, complete; the first key counts as the most recently used."""
+        before = self.resident
+        self._add(keys, sizes_bytes)
+        self.counters.added += self.resident - before
+
+    def _add(self, keys: Sequence[bytes], sizes_bytes: Sequence[int]) -> None:
         told = [key for key in dict.fromkeys(keys) if key not in self.residents] if self.events.watcher_count else []
         self.residents.add_many(keys, sizes_bytes, now_s=self._wall_clock())
         for key in reversed(told):
             self.events.tell(key, None)
 
-    def take_back(self, key: bytes, size_bytes: int, *, is_expired: bool) -> None:
-        """An object whose delete failed is there all the same; one that has expired stays absent for who looks."""
-        if is_expired:
-            self.residents.add(key, size_bytes, now_s=self._wall_clock(), is_expired=True)
-        else:
-            self.add([key], [size_bytes])
+    @property
+    def resident(self) -> Held:
+        """What is there."""
+        return Held(len(self.residents), self.residents.payload_bytes)
 
-    def discard(self, key: bytes, removal: Removal) -> int | None:
-        """An object is gone, or as good as gone; returns its payload size, None when it was not there."""
+    def withdraw(self, key: bytes, removal: Removal) -> int | None:
+        """An object is as good as gone; returns its payload size, None when it was not there. ``removed`` or
+        ``take_back`` follows."""
         size_bytes = self.residents.discard(key)
         if size_bytes is not None:
-            self._gone(key, removal)
+            self._gone(key, size_bytes, removal)
         return size_bytes
+
+    def removed(self, key: bytes, size_bytes: int, cause: Cause) -> None:
+        """What was withdrawn, or taken as a victim, is gone."""
+        self.counters.note_removed(tenant_of(key), cause, size_bytes)
+
+    def take_back(self, key: bytes, size_bytes: int, cause: Cause) -> None:
+        """An object whose delete failed is there all the same, unless it was stored anew meanwhile; one that has
+        expired stays absent for who looks."""
+        if key in self.residents:
+            self.removed(key, size_bytes, cause)
+            return
+        self.counters.note_returned(size_bytes)
+        if cause is Cause.TTL:
+            self.residents.add(key, size_bytes, now_s=self._wall_clock(), is_expired=True)
+        else:
+            self._add([key], [size_bytes])
+
+    def lose(self, key: bytes) -> None:
+        """An object turned out to be wrong or missing on the medium."""
+        size_bytes = self.withdraw(key, Removal.CORRUPT)
+        if size_bytes is not None:
+            self.removed(key, size_bytes, Cause.CORRUPT)
 
     def take_victims(
         self,
@@ -184,11 +210,12 @@ class Catalog:
         victims = self.residents.take_victims(
             enough_bytes, count_max=count_max, is_kept=self._is_kept, tenant=tenant, used_before_s=used_before_s
         )
-        for key, _ in victims or ():
-            self._gone(key, removal)
+        for key, size_bytes in victims or ():
+            self._gone(key, size_bytes, removal)
         return victims
 
-    def _gone(self, key: bytes, removal: Removal) -> None:
+    def _gone(self, key: bytes, size_bytes: int, removal: Removal) -> None:
+        self.counters.note_leaving(size_bytes)
         self.pins.unpin(key)
         self.events.tell(key, removal)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hicache.backends.base import Backend
-from hicache.backends.catalog import Catalog, tenant_of
+from hicache.backends.catalog import Catalog
 from hicache.backends.events import Removal
 from hicache.backends.shares import gives
 from hicache.backends.store_stats import Cause
@@ -239,22 +239,30 @@ class Evictor:
 
     def _count_removed(self, cause: Cause) -> int:
         with self._catalog.lock:
-            return self._catalog.counters.removed[cause]
+            return self._catalog.counters.removed[cause].objects
 
     def _delete(self, victims: Victims, cause: Cause) -> Victims:
         """Delete what was taken out of the index; returns what is gone. Under the removal lock."""
-        outcomes = self._backend.delete([key for key, _ in victims])
+        outcomes = [Outcome.IO_ERROR] * len(victims)
+        try:
+            outcomes = self._backend.delete([key for key, _ in victims])
+        finally:
+            gone = self._settle(victims, outcomes, cause)
+        return gone
+
+    def _settle(self, victims: Victims, outcomes: Sequence[Outcome], cause: Cause) -> Victims:
+        """Count what is gone, and take back what is not."""
         catalog = self._catalog
         gone: Victims = []
         with catalog.lock:
             for (key, size_bytes), outcome in zip(victims, outcomes, strict=True):
                 if outcome in (Outcome.OK, Outcome.ABSENT):
                     gone.append((key, size_bytes))
-                    catalog.counters.note_removed(tenant_of(key), cause)
-                    continue
-                if key not in catalog.residents:
-                    catalog.take_back(key, size_bytes, is_expired=cause is Cause.TTL)
-            catalog.counters.removed_bytes[cause] += sum(catalog.stored_bytes(size_bytes) for _, size_bytes in gone)
+                    catalog.removed(key, size_bytes, cause)
+                else:
+                    catalog.take_back(key, size_bytes, cause)
+            if cause is not Cause.TTL:
+                catalog.counters.evicted_bytes += sum(catalog.stored_bytes(size_bytes) for _, size_bytes in gone)
             failures = len(victims) - len(gone)
             catalog.counters.eviction_failures += failures
         if failures:

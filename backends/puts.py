@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from hicache.backends.base import Backend, PutItem
 from hicache.backends.catalog import Catalog, tenant_of
 from hicache.backends.eviction import Evictor
+from hicache.backends.store_stats import Operation
 from hicache.breaker import BreakerLimits, CircuitBreaker
 from hicache.outcome import Outcome
 
@@ -47,7 +48,20 @@ class Puts:
         """See ``ObjectStore.put``."""
         outcomes = [Outcome.TOO_LARGE] * len(items)
         with self._catalog.lock:
+            self._catalog.counters.begin(Operation.PUT, len(items))
             held = self._catalog.revive([item.key for item in items])
+        try:
+            self._put_missing(items, held, outcomes)
+        except BaseException:
+            outcomes = [Outcome.IO_ERROR] * len(items)
+            raise
+        finally:
+            with self._catalog.lock:
+                self._catalog.counters.end(Operation.PUT, outcomes)
+        return outcomes
+
+    def _put_missing(self, items: Sequence[PutItem], held: Sequence[bool], outcomes: list[Outcome]) -> None:
+        """Fills in the outcomes of all but what is too large."""
         missing: list[int] = []
         for position, (item, is_held) in enumerate(zip(items, held, strict=True)):
             if is_held:
@@ -58,9 +72,6 @@ class Puts:
             stored = self._put_group([items[position] for position in group])
             for position, outcome in zip(group, stored, strict=True):
                 outcomes[position] = outcome
-        with self._catalog.lock:
-            self._catalog.counters.puts.update(outcomes)
-        return outcomes
 
     def _groups(self, items: Sequence[PutItem], positions: list[int]) -> Iterator[list[int]]:
         """Consecutive positions of one tenant, whose objects fit between the watermarks together, or one larger object.

@@ -59,6 +59,7 @@ class Residents:
         self._held = HeldBytes()
         self._tenants = Owners()
         self._count = self._aside_count = 0
+        self.payload_bytes = 0  # of all that is there
         self._newest_s = -math.inf
         self._queues: dict[int | None, VictimQueue] = {}  # by owner; 16 bytes for a 256th or 1,024 of its objects
         for batch in scanned:
@@ -117,6 +118,7 @@ class Residents:
         self._owners.cells[slot] = tenant.number
         self._flags.cells[slot] = 0
         self._count += 1
+        self.payload_bytes += size_bytes
         tenant.change(objects=1, payload_bytes=size_bytes, stored_bytes=self._stored_bytes(size_bytes))
 
     def add_many(self, keys: Sequence[bytes], sizes_bytes: Sequence[int], *, now_s: float) -> None:
@@ -153,6 +155,7 @@ class Residents:
         else:
             self._free.append(slot)
         self._count -= 1
+        self.payload_bytes -= size_bytes
         tenant.change(objects=-1, payload_bytes=-size_bytes, stored_bytes=-self._stored_bytes(size_bytes))
         self._forget_if_empty(digest)
         return size_bytes
@@ -187,8 +190,9 @@ class Residents:
 
     def _count_owned(self, digests: Iterable[bytes], slots: Slots, *, sign: int) -> None:
         """Objects in these slots, each of one of these tenants, have come (``sign`` 1) or gone (-1)."""
-        self._count += sign * len(slots)
         owners, sizes = self._owners.array[slots], self._sizes.array[slots]
+        self._count += sign * len(slots)
+        self.payload_bytes += sign * int(sizes.sum())
         stored = self._stored(sizes)
         for digest in digests:
             tenant = self._tenants.of(digest)

@@ -10,7 +10,7 @@ from typing import Protocol
 from hicache.backends.base import Backend, GetItem, Number, PutItem, Usage
 from hicache.backends.events import Subscription
 from hicache.backends.leases import NO_LEASE, KeyLeases
-from hicache.backends.store_stats import Holds, StoreCounters, StoreStats, TenantStats
+from hicache.backends.store_stats import Holds, Operation, StoreCounters, StoreStats, TenantStats
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.backends.tenant_usage import TenantUsage
 from hicache.errors import ConfigError
@@ -66,13 +66,11 @@ class SharedStore:
 
         The backend protects them for as long as it is set to, whatever ``lease_s`` is: renew before that.
         """
-        outcomes = self._backend.find(keys)
+        outcomes = self._counted(Operation.LOOKUP, len(keys), lambda: self._backend.find(keys))
         present = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.OK]
         with self._lock:
             now_s = self._clock()
             self._leases.expire(now_s=now_s)
-            self._counters.lookup_hits += len(present)
-            self._counters.lookup_misses += len(keys) - len(present)
             lease_id = self._leases.grant(present, expires_at_s=now_s + lease_s) if lease_s > 0 else NO_LEASE
         return outcomes, lease_id
 
@@ -119,29 +117,39 @@ class SharedStore:
 
     def get_into(self, items: Sequence[GetItem]) -> list[Outcome]:
         """See ``Backend.get_into``. Counts as use."""
-        outcomes = self._backend.get_into(items)
+        outcomes = self._counted(Operation.GET, len(items), lambda: self._backend.get_into(items))
         read = [item.target.nbytes for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK]
         with self._lock:
-            self._counters.gets.update(outcomes)
             self._counters.bytes_read += sum(read)
         return outcomes
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
         """See ``Backend.put``."""
-        fitting = [item for item in items if item.payload.nbytes <= self._object_bytes_max]
-        stored = iter(self._backend.put(fitting) if fitting else [])
-        outcomes = [
-            next(stored) if item.payload.nbytes <= self._object_bytes_max else Outcome.TOO_LARGE for item in items
-        ]
+        outcomes = self._counted(Operation.PUT, len(items), lambda: self._put_fitting(items))
         written = [item.payload.nbytes for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK]
         with self._lock:
-            self._counters.puts.update(outcomes)
             self._counters.bytes_written += sum(written)
+        return outcomes
+
+    def _put_fitting(self, items: Sequence[PutItem]) -> list[Outcome]:
+        fitting = [item for item in items if item.payload.nbytes <= self._object_bytes_max]
+        stored = iter(self._backend.put(fitting) if fitting else [])
+        return [next(stored) if item.payload.nbytes <= self._object_bytes_max else Outcome.TOO_LARGE for item in items]
+
+    def _counted(self, operation: Operation, count: int, work: Callable[[], list[Outcome]]) -> list[Outcome]:
+        with self._lock:
+            self._counters.begin(operation, count)
+        outcomes = [Outcome.IO_ERROR] * count
+        try:
+            outcomes = work()
+        finally:
+            with self._lock:
+                self._counters.end(operation, outcomes)
         return outcomes
 
     def delete(self, keys: Sequence[bytes]) -> list[Outcome]:
         """See ``Backend.delete``."""
-        return self._backend.delete(keys)
+        return self._counted(Operation.DELETE, len(keys), lambda: self._backend.delete(keys))
 
     def usage(self) -> Usage:
         """Of the whole store, whoever filled it."""

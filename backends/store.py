@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 
 import numpy as np
@@ -18,7 +18,7 @@ from hicache.backends.key_table import NO_SLOT
 from hicache.backends.leases import NO_LEASE
 from hicache.backends.puts import Puts
 from hicache.backends.recency_writer import RecencyWriter
-from hicache.backends.store_stats import Holds, StoreStats, TenantStats
+from hicache.backends.store_stats import Cause, Holds, Operation, StoreStats, TenantStats
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.backends.tenant_usage import TenantUsage
 from hicache.errors import ConfigError
@@ -117,10 +117,10 @@ class ObjectStore:
             catalog = self._catalog
             catalog.expire_holds()
             slots = catalog.use(keys)
-            catalog.counters.lookup_hits += (hit_count := int(np.count_nonzero(slots)))
-            catalog.counters.lookup_misses += len(keys) - hit_count
+            outcomes: list[Outcome] = _LOOKED_UP[(slots != NO_SLOT).view(np.uint8)].tolist()
+            catalog.counters.begin(Operation.LOOKUP, len(outcomes))
+            catalog.counters.end(Operation.LOOKUP, outcomes)
             lease_id = catalog.lease(keys, slots, expires_at_s=self._clock() + lease_s) if lease_s > 0 else NO_LEASE
-        outcomes: list[Outcome] = _LOOKED_UP[(slots != NO_SLOT).view(np.uint8)].tolist()
         return outcomes, lease_id
 
     def renew(self, lease_id: int, *, lease_s: float) -> bool:
@@ -181,13 +181,14 @@ class ObjectStore:
             known = self._catalog.find([item.key for item in items])
             reading = Read({item.key for item, is_known in zip(items, known, strict=True) if is_known})
             self._catalog.reads.append(reading)
+            self._catalog.counters.begin(Operation.GET, len(items))
+        outcomes = [Outcome.IO_ERROR] * len(items)
         try:
             read = iter(self._backend.get_into([item for item, is_known in zip(items, known, strict=True) if is_known]))
             outcomes = [next(read) if is_known else Outcome.ABSENT for is_known in known]
-            with self._lock:
-                self._note_read(items, outcomes, reading)
         finally:
             with self._lock:
+                self._note_read(items, outcomes, reading)
                 self._catalog.reads.remove(reading)
         self._recency.write_when_due()
         return outcomes
@@ -198,12 +199,12 @@ class ObjectStore:
         self._catalog.refresh(
             [item.key for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK]
         )
-        counters.gets.update(outcomes)
+        counters.end(Operation.GET, outcomes)
         for item, outcome in zip(items, outcomes, strict=True):
             if outcome is Outcome.OK:
                 counters.bytes_read += item.target.nbytes
             elif outcome in (Outcome.ABSENT, Outcome.CORRUPT) and item.key in reading.keys:
-                self._catalog.discard(item.key, Removal.CORRUPT)
+                self._catalog.lose(item.key)
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
         """See ``Backend.put``. Evicts at the high watermark down to the low one, and at a quota of the tenant's own.
@@ -222,15 +223,26 @@ class ObjectStore:
         """
         with self._removal_lock:
             with self._lock:
+                self._catalog.counters.begin(Operation.DELETE, len(keys))
                 self._catalog.doomed.update(key for key in keys if key in self._catalog.writing)
-                sizes = {key: self._catalog.discard(key, Removal.DELETED) for key in dict.fromkeys(keys)}
-            outcomes = self._backend.delete(keys)
-            with self._lock:
-                for key, outcome in zip(keys, outcomes, strict=True):
-                    size_bytes = sizes[key]
-                    if outcome is Outcome.IO_ERROR and size_bytes is not None and key not in self._catalog.residents:
-                        self._catalog.add([key], [size_bytes])
+                sizes = {key: self._catalog.withdraw(key, Removal.DELETED) for key in dict.fromkeys(keys)}
+            outcomes = [Outcome.IO_ERROR] * len(keys)
+            try:
+                outcomes = self._backend.delete(keys)
+            finally:
+                with self._lock:
+                    self._note_deleted(keys, outcomes, sizes)
             return outcomes
+
+    def _note_deleted(self, keys: Sequence[bytes], outcomes: list[Outcome], sizes: Mapping[bytes, int | None]) -> None:
+        """Count a delete, and take back what could not be deleted; a key that is there twice failed if it did once."""
+        self._catalog.counters.end(Operation.DELETE, outcomes)
+        failed = {key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.IO_ERROR}
+        for key, size_bytes in sizes.items():
+            if size_bytes is None:
+                continue
+            settle = self._catalog.take_back if key in failed else self._catalog.removed
+            settle(key, size_bytes, Cause.DELETED)
 
     def sweep(self) -> int:
         """Remove a bounded number of expired objects, and return it: ask again until it is 0. They are absent anyway.
@@ -303,7 +315,10 @@ class ObjectStore:
                 watchers=catalog.events.watcher_count,
             )
             return catalog.counters.snapshot(
-                holds, events_told=catalog.events.told_count, events_lost=catalog.events.lost_count
+                holds,
+                resident=catalog.resident,
+                events_told=catalog.events.told_count,
+                events_lost=catalog.events.lost_count,
             )
 
     def persist_recency(self) -> None:

@@ -12,6 +12,7 @@ import structlog
 
 from hicache.daemon.batches import Batch, check_key_count, read_bulk, read_region
 from hicache.daemon.bulk_connection import BulkConnection, ConnectionOver
+from hicache.daemon.call_tally import Items
 from hicache.daemon.calls import deadline_after
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.metrics import Metrics
@@ -109,7 +110,7 @@ class BulkCalls:
                 request = _read_header(bytes(header))
             except Refusal as refusal:
                 self._refuse(connection, refusal)
-            with self._metrics.call(METHODS[request.kind]) as result:
+            with self._metrics.tally.call(METHODS[request.kind]) as result:
                 try:
                     self._answer(request, connection, session)
                 except Refusal as refusal:
@@ -133,14 +134,16 @@ class BulkCalls:
         if request.kind in (BulkKind.PUT, BulkKind.STORE):
             self._sessions.check_takes_work()
         session.rates.admit_call()
-        if request.is_about_region:
-            where = packed[request.sizes_at + request.numbers_bytes :]
-            batch = self._move(request, keys, sizes, where, connection, session, deadline_s=deadline_s)
-        else:
-            batch = read_bulk(keys, sizes, session, self._config)
-            move = self._get if request.kind is BulkKind.GET else self._put
-            move(batch, connection, session, deadline_s=deadline_s)
-        self._count(METHODS[request.kind], session, batch, sizes)
+        with self._metrics.tally.keys(METHODS[request.kind], len(keys)) as items:
+            items.sizes_bytes = sizes
+            if request.is_about_region:
+                where = packed[request.sizes_at + request.numbers_bytes :]
+                batch = self._move(request, keys, where, items, connection, session, deadline_s=deadline_s)
+            else:
+                batch = read_bulk(keys, sizes, session, self._config)
+                move = self._get if request.kind is BulkKind.GET else self._put
+                move(batch, items, connection, session, deadline_s=deadline_s)
+            session.rates.give_back_bytes(batch.total_bytes - items.moved_bytes)  # what did not move costs nothing
         if request.kind is not BulkKind.GET:
             connection.send([BULK_ACCEPTED + bytes(batch.outcomes)])
 
@@ -148,8 +151,8 @@ class BulkCalls:
         self,
         request: _Request,
         keys: Sequence[bytes],
-        sizes: Sequence[int],
         where: bytes,
+        items: Items,
         connection: BulkConnection,
         session: Session,
         *,
@@ -162,7 +165,8 @@ class BulkCalls:
         offsets = unpack_numbers(where[: request.numbers_bytes])
         [region_id] = BULK_REGION.unpack(where[request.numbers_bytes :])
         region = session.region(region_id)
-        batch = read_region(keys, offsets, sizes, session, region.size_bytes, self._config)
+        batch = read_region(keys, offsets, items.sizes_bytes, session, region.size_bytes, self._config)
+        items.outcomes = batch.outcomes
         transfer = RegionTransfer(self._transfers, session, region, connection, deadline_s=deadline_s)
         if request.kind is BulkKind.LOAD:
             transfer.load(batch)
@@ -170,18 +174,24 @@ class BulkCalls:
             transfer.store(batch)
         return batch
 
-    def _get(self, batch: Batch, connection: BulkConnection, session: Session, *, deadline_s: float) -> None:
+    def _get(
+        self, batch: Batch, items: Items, connection: BulkConnection, session: Session, *, deadline_s: float
+    ) -> None:
         connection.send([BULK_ACCEPTED])
         sender = StreamSender(self._transfers, self._staging, session, connection, deadline_s=deadline_s)
+        items.outcomes = batch.outcomes
         sender.send_all(batch)
 
-    def _put(self, batch: Batch, connection: BulkConnection, session: Session, *, deadline_s: float) -> None:
+    def _put(
+        self, batch: Batch, items: Items, connection: BulkConnection, session: Session, *, deadline_s: float
+    ) -> None:
         self._look_up(batch, connection, deadline_s=deadline_s)
         wanted = [extent for extent in batch.extents if batch.outcomes[extent.index] is Outcome.OK]
         connection.send([BULK_ACCEPTED + bytes(batch.outcomes)])
         receiver = StreamReceiver(
             self._transfers, self._staging, session, connection, self._config, deadline_s=deadline_s
         )
+        items.outcomes = batch.outcomes
         receiver.receive_all(wanted, batch.outcomes)
 
     def _look_up(self, batch: Batch, connection: BulkConnection, *, deadline_s: float) -> None:
@@ -195,13 +205,6 @@ class BulkCalls:
         for extent, outcome in zip(batch.extents, found, strict=True):
             if outcome is Outcome.OK:
                 batch.outcomes[extent.index] = Outcome.EXISTS
-
-    def _count(self, method: str, session: Session, batch: Batch, sizes: Sequence[int]) -> None:
-        """What did not move costs the tenant nothing of its rate."""
-        moved_bytes = sum(size for outcome, size in zip(batch.outcomes, sizes, strict=True) if outcome is Outcome.OK)
-        session.rates.give_back_bytes(batch.total_bytes - moved_bytes)
-        self._metrics.transferred.labels(method=method).inc(moved_bytes)
-        self._metrics.count_items(method, batch.outcomes)
 
     def _refuse(self, connection: BulkConnection, refusal: Refusal) -> Never:
         """Says why, and ends the connection: what the client goes on to send would be read as something else."""

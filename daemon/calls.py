@@ -11,7 +11,8 @@ from typing import Any, Never, Protocol
 import grpc
 import structlog
 
-from hicache.daemon.metrics import LASTING_METHODS, Metrics
+from hicache.daemon.call_tally import LASTING_METHODS
+from hicache.daemon.metrics import Metrics
 from hicache.daemon.refusals import Refusal
 
 # Part of the client's time is kept for the way back, so that an answer with outcomes arrives instead of a bare
@@ -60,7 +61,7 @@ class Calls:
     @asynccontextmanager
     async def frame(self, method: str, context: CallContext) -> AsyncIterator[float]:
         """Runs one call; gives its deadline on the event loop's clock. Refusals become typed statuses."""
-        with self._metrics.call(method) as result, self._counted(method):
+        with self._metrics.tally.call(method) as result, self._counted(method):
             try:
                 yield deadline_after(context.time_remaining(), self._call_timeout_s_max)
             except Refusal as refusal:

@@ -128,6 +128,9 @@ class DaemonConfig:
         "info", choice("debug", "info", "warning", "error"), "least important level that is logged"
     )
     log_format: str = _setting("console", choice("console", "json"), "how log lines look")
+    metrics_tenants_max: int = _setting(
+        20, count(0, 4096), "tenants with labels of their own in metrics; the others are one, other"
+    )
     trace_file: str = _setting("", file_path, "file that gets a trace of all lookups, without keys; empty: none")
     trace_bytes_max: int = _setting(256 * MIB, size(1), "size at which the trace ends")
     trace_block_tokens: int = _setting(64, count(1, 65_536), "tokens of a page of the clients, for the trace")

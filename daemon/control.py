@@ -54,7 +54,7 @@ class Control:
         now_s = self._sessions.clock()
         lease_s = self._lease_s(lease_ms) if session.may_lease(now_s) else 0.0
         answer = await self._ask(
-            lambda: self._store.lookup(keys, lease_s=lease_s),
+            lambda: self._look_up(keys, lease_s=lease_s),
             deadline=deadline,
             too_late=lambda result: _release_if_any(self._store, result[1]),
         )
@@ -65,6 +65,12 @@ class Control:
             self._sessions.release_leases([lease_id])
         elif lease_id:
             session.note_lease(lease_id, now_s + lease_s)
+        return outcomes, lease_id
+
+    def _look_up(self, keys: Sequence[bytes], *, lease_s: float) -> tuple[list[Outcome], int]:
+        outcomes, lease_id = self._store.lookup(keys, lease_s=lease_s)
+        absent = [key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.ABSENT]
+        self._metrics.ceiling.note(outcomes.count(Outcome.OK) + len(absent), absent)
         return outcomes, lease_id
 
     async def delete(self, keys: Sequence[bytes], *, deadline: float) -> list[Outcome]:

@@ -3,49 +3,21 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 
-from prometheus_client.core import Sample
-from prometheus_client.registry import Collector
+import prometheus_client
 
 from hicache.backends.store_stats import StoreStats
-from hicache.daemon.metrics import LASTING_METHODS, Metrics
+from hicache.daemon.call_tally import LASTING_METHODS, Tally
+from hicache.daemon.metrics import Metrics
+from hicache.histogram import Histogram
 
 METHODS_BY_KIND = {"lookup": ("Lookup",), "get": ("Get", "GetStream"), "put": ("Put", "PutStream")}
 _KIND_BY_METHOD = {method: kind for kind, methods in METHODS_BY_KIND.items() for method in methods}
 _GOOD_OUTCOMES = ("ok", "exists", "absent")
 
 Reason = tuple[str, str]  # what was counted, and why
-
-
-@dataclass(frozen=True, slots=True)
-class Times:
-    """How many calls took how long: ``counts[i]`` of them more than ``bounds_s[i - 1]`` and at most ``bounds_s[i]``."""
-
-    bounds_s: tuple[float, ...] = ()  # the last one is infinite
-    counts: tuple[int, ...] = ()
-
-    @property
-    def calls(self) -> int:
-        """All of them."""
-        return sum(self.counts)
-
-    def since(self, earlier: Times) -> Times:
-        """What came after ``earlier``, which may be empty."""
-        if not earlier.counts:
-            return self
-        return Times(self.bounds_s, tuple(a - b for a, b in zip(self.counts, earlier.counts, strict=True)))
-
-    def quantile_s(self, share: float) -> float | None:
-        """The time within which ``share`` of the calls were done, within its bucket in proportion; None of no calls."""
-        rank = share * self.calls
-        below, lower_s = 0, 0.0
-        for bound_s, count in zip(self.bounds_s, self.counts, strict=True):
-            if count and below + count >= rank:
-                return lower_s if bound_s == float("inf") else lower_s + (bound_s - lower_s) * (rank - below) / count
-            below, lower_s = below + count, bound_s
-        return None
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +29,7 @@ class Counts:
     read_bytes: int = 0
     written_bytes: int = 0
     evicted_bytes: int = 0
-    times: Mapping[str, Times] = field(default_factory=dict)  # by kind
+    times: Mapping[str, Histogram] = field(default_factory=dict)  # by kind
     errors: Counter[Reason] = field(default_factory=Counter)
 
     def since(self, earlier: Counts) -> Counts:
@@ -68,7 +40,7 @@ class Counts:
             self.read_bytes - earlier.read_bytes,
             self.written_bytes - earlier.written_bytes,
             self.evicted_bytes - earlier.evicted_bytes,
-            {kind: times.since(earlier.times.get(kind, Times())) for kind, times in self.times.items()},
+            {kind: times.since(earlier.times.get(kind)) for kind, times in self.times.items()},
             self.errors - earlier.errors,
         )
 
@@ -80,53 +52,43 @@ class Counts:
 
 def read_counts(metrics: Metrics, stats: StoreStats | None) -> Counts:
     """The sums by now. ``stats`` is what the store counts; None while there is none."""
-    lookups = {labels["outcome"]: value for labels, value in _values(metrics.items) if labels["method"] == "Lookup"}
-    moved = Counter[str]()
-    for labels, value in _values(metrics.transferred):
-        moved[_KIND_BY_METHOD[labels["method"]]] += value
+    tally = metrics.tally.read()
+    outcomes = {outcome: count for (method, outcome), count in tally.keys_finished.items() if method == "Lookup"}
+    times: dict[str, Histogram] = {kind: Histogram() for kind in METHODS_BY_KIND}
+    moved_bytes: Counter[str] = Counter()
+    for kind, methods in METHODS_BY_KIND.items():
+        for method in methods:
+            moved_bytes[kind] += tally.moved_bytes.get(method, 0)
+            if method in tally.seconds:
+                times[kind] = times[kind].plus(tally.seconds[method])
     return Counts(
-        asked=sum(lookups.values()),
-        found=lookups.get("ok", 0),
-        read_bytes=moved["get"],
-        written_bytes=moved["put"],
+        asked=sum(outcomes.values()),
+        found=outcomes.get("ok", 0),
+        read_bytes=moved_bytes["get"],
+        written_bytes=moved_bytes["put"],
         evicted_bytes=stats.evicted_bytes if stats is not None else 0,
-        times=_read_times(metrics),
-        errors=_read_errors(metrics),
+        times=times,
+        errors=_read_errors(metrics, tally),
     )
 
 
-def _read_times(metrics: Metrics) -> dict[str, Times]:
-    below: dict[str, Counter[float]] = {kind: Counter() for kind in METHODS_BY_KIND}  # calls at or below each bound
-    for sample in _samples(metrics.call_seconds):
-        kind = _KIND_BY_METHOD.get(sample.labels.get("method", ""))
-        if kind is not None and "le" in sample.labels:
-            below[kind][float(sample.labels["le"])] += int(sample.value)
-    times = {}
-    for kind, totals in below.items():
-        bounds_s = tuple(sorted(totals))
-        at_most = [totals[bound_s] for bound_s in bounds_s]
-        times[kind] = Times(bounds_s, tuple(b - a for a, b in zip([0, *at_most], at_most, strict=False)))
-    return times
-
-
-def _read_errors(metrics: Metrics) -> Counter[Reason]:
-    errors = Counter[Reason]()
-    for labels, value in _values(metrics.items):
-        if labels["outcome"] not in _GOOD_OUTCOMES:
-            errors[f"{_kind(labels['method'])} objects", labels["outcome"]] += value
-    for labels, value in _values(metrics.calls):
-        is_parting = labels["method"] in LASTING_METHODS and labels["result"] == "cancelled"
-        if labels["result"] != "ok" and labels["method"] != "Session" and not is_parting:
-            errors[f"{_kind(labels['method'])} calls", labels["result"].lower()] += value
-    for labels, value in _values(metrics.session_refusals):
-        errors["sessions", labels["code"].lower()] += value
+def _read_errors(metrics: Metrics, tally: Tally) -> Counter[Reason]:
+    errors: Counter[Reason] = Counter()
+    for (method, outcome), count in tally.keys_finished.items():
+        if outcome not in _GOOD_OUTCOMES:
+            errors[f"{_kind(method)} objects", outcome] += count
+    for (method, result), count in tally.finished.items():
+        is_parting = method in LASTING_METHODS and result == "cancelled"
+        if result != "ok" and method != "Session" and not is_parting:  # refused hellos have a counter of their own
+            errors[f"{_kind(method)} calls", result.lower()] += count
+    for labels, count in _values(metrics.session_refusals):
+        errors["sessions", labels["code"].lower()] += count
     for of, reason, counter in (
         ("memory of clients", "refused", metrics.region_refusals),
         ("storage calls", "failed", metrics.storage_errors),
         ("http requests", "foreign_host", metrics.host_refusals),
     ):
-        for _, value in _values(counter):
-            errors[of, reason] += value
+        errors[of, reason] += sum(count for _, count in _values(counter))
     return +errors
 
 
@@ -134,13 +96,9 @@ def _kind(method: str) -> str:
     return _KIND_BY_METHOD.get(method, method.lower())
 
 
-def _values(counter: Collector) -> Iterator[tuple[Mapping[str, str], int]]:
+def _values(counter: prometheus_client.Counter) -> Iterator[tuple[Mapping[str, str], int]]:
     """Labels and value of each counter of a family."""
-    for sample in _samples(counter):
-        if sample.name.endswith("_total"):
-            yield sample.labels, int(sample.value)
-
-
-def _samples(family: Collector) -> Iterable[Sample]:
-    for metric in family.collect():
-        yield from metric.samples
+    for metric in counter.collect():
+        for sample in metric.samples:
+            if sample.name.endswith("_total"):
+                yield sample.labels, int(sample.value)

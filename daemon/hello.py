@@ -10,6 +10,7 @@ from functools import partial
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.deployments import Deployments, read_membership
 from hicache.daemon.namespaces import KnownNamespaces, check_key_hash, read_descriptor
+from hicache.daemon.object_class import classes_of
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session, Sessions
 from hicache.daemon.tenants import Tenants
@@ -62,6 +63,7 @@ class Hellos:
             differences = self.namespaces.meet(tenant, hello.namespace_digest, descriptor)
             session, secret = self._sessions.open(tenant, printable(hello.client_name))
             session.authenticate = authenticate
+            session.object_classes = classes_of(descriptor)
             try:
                 yield session, self._welcome(session, secret, differences, is_local=peer.startswith("unix:"))
             finally:

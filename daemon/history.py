@@ -6,7 +6,8 @@ from collections import deque
 from dataclasses import dataclass
 
 from hicache.admin.status import SAMPLES_MAX, Sample
-from hicache.daemon.counts import Counts, Times
+from hicache.daemon.counts import METHODS_BY_KIND, Counts
+from hicache.histogram import Histogram
 
 LATELY_S = 3.0
 
@@ -52,8 +53,8 @@ class History:
 
 def _sample(seconds: float, at_s: float, counts: Counts, levels: Levels) -> Sample:
     quantiles = {
-        f"{kind}_p{percent}_s": counts.times.get(kind, Times()).quantile_s(percent / 100)
-        for kind in ("lookup", "get", "put")
+        f"{kind}_p{percent}_s": counts.times.get(kind, Histogram()).quantile(percent / 100)
+        for kind in METHODS_BY_KIND
         for percent in (50, 99)
     }
     return Sample(

@@ -32,6 +32,7 @@ from hicache.daemon.readings import (
     store_readings,
     tenant_readings,
     thread_readings,
+    window_readings,
 )
 from hicache.daemon.recorder import TraceRecorder
 from hicache.daemon.recovery import OpenedStore
@@ -127,8 +128,10 @@ async def _close_storage(storage: Storage, stopping: Stopping) -> None:
 def measure_storage(metrics: Metrics, storage: Storage, opened: OpenedStore, tenants: Tenants) -> StoreSnapshot:
     """Has /metrics show the storage. Returns what is refreshed before each scrape."""
     snapshot = StoreSnapshot(storage, opened.numbers, lambda: tenants.named)
-    metrics.registry.register(Readings((*thread_readings(storage), *store_readings(snapshot))))
-    metrics.registry.register(Readings(tenant_readings(snapshot)))
+    of_store = store_readings(snapshot, is_indexed=opened.store.is_indexed)
+    metrics.registry.register(Readings((*thread_readings(storage), *of_store)))
+    metrics.registry.register(Readings(tenant_readings(snapshot, metrics.tenant_labels)))
+    metrics.registry.register(Readings(window_readings(metrics.ceiling)))
     if isinstance(opened.store, SharedStore):
         metrics.registry.register(BackendNumbers(opened.store.numbers))
     return snapshot
@@ -154,7 +157,7 @@ def make_sessions(config: DaemonConfig, storage: Storage, tenants: Tenants, metr
         release_leases=release_leases,
     )
     metrics.registry.register(Readings(session_readings(sessions)))
-    metrics.registry.register(Readings(rate_readings(rates, lambda: tenants.named)))
+    metrics.registry.register(Readings(rate_readings(rates, lambda: tenants.named, metrics.tenant_labels)))
     return sessions
 
 

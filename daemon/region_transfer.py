@@ -102,12 +102,12 @@ class RegionTransfer:
     def _read(self, chunk: Sequence[Extent]) -> list[Outcome]:
         with self._slices(chunk) as targets:
             items = [GetItem(extent.key, target) for extent, target in zip(chunk, targets, strict=True)]
-            return self._transfers.read(items)
+            return self._transfers.get(self._session, items)
 
     def _write(self, chunk: Sequence[Extent]) -> list[Outcome]:
         with self._slices(chunk) as sources:
             items = [PutItem(extent.key, source) for extent, source in zip(chunk, sources, strict=True)]
-            return self._transfers.write(items)
+            return self._transfers.put(self._session, items)
 
     @contextlib.contextmanager
     def _slices(self, chunk: Sequence[Extent]) -> Iterator[list[memoryview]]:

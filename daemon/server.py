@@ -83,7 +83,7 @@ class Daemon:
         self._readiness = "starting"
         self._storage: Storage | None = None
         self._snapshot: StoreSnapshot | None = None
-        self.metrics = Metrics(version=daemon_version(), backend=config.backend)
+        self.metrics = Metrics(version=daemon_version(), backend=config.backend, tenants_max=config.metrics_tenants_max)
         self.admin = AdminApi(Authority(), state=lambda: self._readiness)
         self._reporter = StatusReporter(
             version=daemon_version(),

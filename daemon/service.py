@@ -72,18 +72,20 @@ class HiCachedService:
             keys = self._keys(request, session)
             if self._recorder is not None:
                 self._recorder.lookup(session.tenant.name, keys)
-            async with self._turns.one_of(session, len(keys), deadline=deadline):
-                outcomes, lease_id = await self._control.lookup(
-                    session, keys, lease_ms=request.lease_ms, deadline=deadline
-                )
-            self._metrics.count_items("Lookup", outcomes)
+            with self._metrics.tally.keys("Lookup", len(keys)) as items:
+                async with self._turns.one_of(session, len(keys), deadline=deadline):
+                    outcomes, lease_id = await self._control.lookup(
+                        session, keys, lease_ms=request.lease_ms, deadline=deadline
+                    )
+                items.outcomes = outcomes
             return pb.LookupReply(outcomes=bytes(outcomes), lease_id=lease_id)
 
     async def Delete(self, request: pb.KeysRequest, context: CallContext) -> pb.OutcomesReply:
         """Drops objects of the session's tenant."""
         async with self._session_call("Delete", request.session_secret, context) as (session, deadline):
-            outcomes = await self._control.delete(self._keys(request, session), deadline=deadline)
-            self._metrics.count_items("Delete", outcomes)
+            keys = self._keys(request, session)
+            with self._metrics.tally.keys("Delete", len(keys)) as items:
+                items.outcomes = outcomes = await self._control.delete(keys, deadline=deadline)
             return pb.OutcomesReply(outcomes=bytes(outcomes))
 
     async def Lease(self, request: pb.LeaseRequest, context: CallContext) -> pb.LeaseReply:
@@ -97,8 +99,9 @@ class HiCachedService:
     async def Pin(self, request: pb.PinRequest, context: CallContext) -> pb.OutcomesReply:
         """Keeps objects of the session's tenant for a time, also when the session ends; or ends that."""
         async with self._session_call("Pin", request.session_secret, context) as (session, deadline):
-            outcomes = await self._control.pin(self._keys(request, session), pin_ms=request.pin_ms, deadline=deadline)
-            self._metrics.count_items("Pin", outcomes)
+            keys = self._keys(request, session)
+            with self._metrics.tally.keys("Pin", len(keys)) as items:
+                items.outcomes = outcomes = await self._control.pin(keys, pin_ms=request.pin_ms, deadline=deadline)
             return pb.OutcomesReply(outcomes=bytes(outcomes))
 
     async def Watch(self, request: pb.WatchRequest, context: CallContext) -> None:

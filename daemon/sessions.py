@@ -58,6 +58,7 @@ class Session:
         self.client_name = client_name
         self.budget = budget
         self.rates = rates or TenantRates()
+        self.object_classes: tuple[str, ...] = ()  # of the groups of its namespace
         self.ended = False
         self.authenticate: Callable[[], Tenant] = lambda: tenant  # once more, with what the client came with
         self.revoked: Refusal | None = None
@@ -210,7 +211,7 @@ class Sessions:
         self.budgets = budgets
         self.rates = rates
         self.clock = clock
-        self.opened_count = 0
+        self.opened_count = self.closed_count = 0
         self.closing = asyncio.Event()
         # What is mapped, that of ended sessions too while a transfer still touches it, and how it is counted.
         self.mapped: dict[Region, RegionCharge] = {}
@@ -278,7 +279,8 @@ class Sessions:
 
     def end(self, session: Session, secret: bytes) -> None:
         """Frees what the session held: new calls are refused, regions go when their transfers end, leases at once."""
-        self._by_secret.pop(_hashed(secret), None)
+        if self._by_secret.pop(_hashed(secret), None) is not None:
+            self.closed_count += 1
         if leases := session.end():
             self.release_leases(leases)
         log.info("session ended", session=session.session_id, tenant=session.tenant.name, client=session.client_name)

@@ -33,7 +33,8 @@ from hicache.admin.status import History as HistoryMessage
 from hicache.backends.base import Number, Usage
 from hicache.backends.shared_store import SharedStore
 from hicache.backends.store_stats import StoreStats, TenantStats
-from hicache.daemon.counts import METHODS_BY_KIND, Counts, Reason, Times, read_counts
+from hicache.ceiling import CeilingReading
+from hicache.daemon.counts import METHODS_BY_KIND, Counts, Reason, read_counts
 from hicache.daemon.hello import printable
 from hicache.daemon.history import History, Levels
 from hicache.daemon.metrics import Metrics
@@ -43,6 +44,7 @@ from hicache.daemon.slowest import Slowest
 from hicache.daemon.storage import Storage, Store
 from hicache.daemon.tenants import Tenant, Tenants, TenantSettings
 from hicache.errors import BackendError
+from hicache.histogram import Histogram
 from hicache.workers import QueueFull
 
 FRESH_S = 0.5  # however many ask, the store is not asked more often
@@ -138,7 +140,7 @@ class StatusReporter:
         levels = Levels(
             used_bytes=numbers.usage.stored_bytes if numbers is not None else 0,
             sessions=len(parts.sessions) if parts is not None else 0,
-            ceiling=None,
+            ceiling=self._metrics.ceiling.read().ceiling,
         )
         return self._history.add(now_s=self._clock(), at_s=self._wall_clock(), counts=self._counts(), levels=levels)
 
@@ -165,9 +167,9 @@ class StatusReporter:
             window_s=window_s,
             store_age_s=now_s - numbers.at_s if numbers is not None else None,
             tiers=_tiers(numbers, parts.backend_numbers() if parts is not None else ()),
-            lookups=Lookups(asked=hour.asked, found=hour.found, hit_rate=hour.hit_rate, ceiling=None),
+            lookups=_lookups(self._metrics.ceiling.read()),
             traffic=_traffic(self._history.lately(now_s, counts), hour),
-            latency=[_latency(kind, hour.times.get(kind, Times())) for kind in METHODS_BY_KIND],
+            latency=[_latency(kind, hour.times.get(kind, Histogram())) for kind in METHODS_BY_KIND],
             sessions=_sessions(parts.sessions if parts is not None else None, self._sessions_max),
             tenants=_tenants(parts, numbers) if parts is not None and numbers is not None else [],
             tenant_count=parts.tenants.count if parts is not None else 0,
@@ -234,8 +236,12 @@ def _traffic(lately: tuple[float, Counts], hour: Counts) -> Traffic:
     )
 
 
-def _latency(kind: str, times: Times) -> Latency:
-    return Latency(kind=kind, calls=times.calls, p50_s=times.quantile_s(0.5), p99_s=times.quantile_s(0.99))
+def _lookups(hour: CeilingReading) -> Lookups:
+    return Lookups(asked=hour.asked, found=hour.found, hit_rate=hour.hit_rate, ceiling=hour.ceiling)
+
+
+def _latency(kind: str, times: Histogram) -> Latency:
+    return Latency(kind=kind, calls=times.count, p50_s=times.quantile(0.5), p99_s=times.quantile(0.99))
 
 
 def _sessions(sessions: Sessions | None, limit: int) -> SessionCounts:

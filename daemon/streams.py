@@ -47,6 +47,7 @@ class StreamSender:
     ) -> None:
         self._transfers = transfers
         self._staging = staging
+        self._session = session
         self._budget = session.budget
         self._connection = connection
         self._deadline_s = deadline_s
@@ -58,13 +59,13 @@ class StreamSender:
         no more than two chunks are in memory. Raises ConnectionOver.
         """
         tried = {extent.index for extent in batch.extents}
+        for index in tried:
+            batch.outcomes[index] = Outcome.DEADLINE
         headers = [
             BULK_OBJECT.pack(index, outcome) for index, outcome in enumerate(batch.outcomes) if index not in tried
         ]
         if headers:
             self._connection.send([b"".join(headers)])
-        for extent in batch.extents:
-            batch.outcomes[extent.index] = Outcome.DEADLINE
         chunks = split_chunks(batch.extents, bytes_max=self._chunk_bytes_max)
         try:
             while chunks or self._loading:
@@ -106,7 +107,7 @@ class StreamSender:
             for extent, buffer in zip(loading.chunk, loading.buffers, strict=True)
         ]
         try:
-            loading.job = self._transfers.submit(lambda: self._transfers.read(items), len(items))
+            loading.job = self._transfers.submit(lambda: self._transfers.get(self._session, items), len(items))
         except QueueFull:
             loading.failure = Outcome.REFUSED
         return loading
@@ -188,6 +189,7 @@ class StreamReceiver:
     ) -> None:
         self._transfers = transfers
         self._staging = staging
+        self._session = session
         self._budget = session.budget
         self._connection = connection
         self._object_bytes_max = config.object_bytes_max
@@ -284,7 +286,7 @@ class StreamReceiver:
                 self._free(upload)
 
         try:
-            job = self._transfers.submit(lambda: self._transfers.write(items), len(items))
+            job = self._transfers.submit(lambda: self._transfers.put(self._session, items), len(items))
         except QueueFull:
             free()
             _settle(batch, [Outcome.REFUSED] * len(batch), outcomes)

@@ -8,9 +8,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TypeVar
 
 from hicache.backends.base import GetItem, PutItem
+from hicache.backends.store_stats import Operation
 from hicache.daemon.metrics import Metrics
+from hicache.daemon.object_class import count_classes
+from hicache.daemon.sessions import Session
 from hicache.daemon.slowest import Slowest
 from hicache.daemon.storage import Storage
 from hicache.notices import Notices
@@ -37,6 +41,7 @@ class Extent:
 
 
 Work = Callable[[], list[Outcome]]
+Item = TypeVar("Item", GetItem, PutItem)
 
 
 class Transfers:
@@ -54,22 +59,6 @@ class Transfers:
         """The extents in chunks, each of them for one call of the store."""
         return split_chunks(extents, bytes_max=self.chunk_bytes_max)
 
-    def read(self, items: Sequence[GetItem]) -> list[Outcome]:
-        """Reads a chunk from the store; blocking, for a storage thread."""
-        started_s = time.perf_counter()
-        outcomes = self.store.get_into(items)
-        seconds = time.perf_counter() - started_s
-        self.slowest.note("get", seconds, lambda: [(len(item.target), item.key) for item in items])
-        return outcomes
-
-    def write(self, items: Sequence[PutItem]) -> list[Outcome]:
-        """Writes a chunk to the store; blocking, for a storage thread."""
-        started_s = time.perf_counter()
-        outcomes = self.store.put(items)
-        seconds = time.perf_counter() - started_s
-        self.slowest.note("put", seconds, lambda: [(len(item.payload), item.key) for item in items])
-        return outcomes
-
     def submit(self, work: Work, item_count: int) -> Job[list[Outcome]]:
         """Queues ``work`` for a thread that moves bytes. It never raises: a failure is IO_ERROR for all items.
 
@@ -80,6 +69,30 @@ class Transfers:
     def ask(self, work: Work, item_count: int) -> Job[list[Outcome]]:
         """As ``submit``, for a thread that answers short questions."""
         return self._storage.control.submit(partial(self._safely, work, item_count))
+
+    def get(self, session: Session, items: Sequence[GetItem]) -> list[Outcome]:
+        """Reads objects of a session in a storage thread, which calls it."""
+        return self._timed(Operation.GET, session, items, self.store.get_into)
+
+    def put(self, session: Session, items: Sequence[PutItem]) -> list[Outcome]:
+        """Stores objects of a session in a storage thread, which calls it."""
+        return self._timed(Operation.PUT, session, items, self.store.put)
+
+    def _timed(
+        self,
+        operation: Operation,
+        session: Session,
+        items: Sequence[Item],
+        move: Callable[[Sequence[Item]], list[Outcome]],
+    ) -> list[Outcome]:
+        started_s = time.perf_counter()
+        outcomes = move(items)
+        elapsed_s = time.perf_counter() - started_s
+        moved = [item.key for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK]
+        self.slowest.note(operation, elapsed_s, lambda: [(_size_bytes(item), item.key) for item in items])
+        if moved:
+            self._metrics.tally.moved(operation, count_classes(moved, session.object_classes), elapsed_s)
+        return outcomes
 
     def withdraw(self, job: Job[list[Outcome]]) -> None:
         """Takes a job of ``submit`` back if no thread has started it."""
@@ -94,6 +107,10 @@ class Transfers:
             return [Outcome.IO_ERROR] * item_count
         assert len(outcomes) == item_count
         return outcomes
+
+
+def _size_bytes(item: GetItem | PutItem) -> int:
+    return len(item.target if isinstance(item, GetItem) else item.payload)
 
 
 def split_chunks(extents: Iterable[Extent], *, bytes_max: int) -> deque[list[Extent]]:

@@ -2,26 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from types import TracebackType
 from typing import Generic, Protocol, Self, TypeVar
 
+from hicache.ceiling import Ceiling, CeilingReading
 from hicache.costs.measured import MeasuredCosts, tell_prefill
 from hicache.errors import UsageError
+from hicache.index import Index
+from hicache.job_times import JobNumbers
 from hicache.keys import BlockKeys, FieldValue
 from hicache.l3 import L3
+from hicache.node import Tier
 from hicache.policies import policy_of
 from hicache.policies.prefetch import PrefetchPolicy
 from hicache.pump import Decides
 from hicache.ranks.messages import Hello
 from hicache.replica import Replica
 from hicache.spec import CacheSpec
+from hicache.stats import DirectoryStats
 
 
 class MeasuredDirectory(Decides, Protocol):
     """A directory that learns what loads and prefills take."""
 
     costs: MeasuredCosts
+    stats: DirectoryStats
+    index: Index
+
+
+@dataclass(frozen=True, slots=True)
+class EngineReading:
+    """A cache at one moment: see DirectoryStats and JobNumbers for what is conserved."""
+
+    stats: DirectoryStats
+    jobs: JobNumbers
+    slots: Mapping[tuple[str, str], int]  # by tier and group
+    used_slots: Mapping[tuple[str, str], int]
+    window: CeilingReading  # in pages
 
 
 D = TypeVar("D", bound=MeasuredDirectory)
@@ -56,6 +75,8 @@ class CacheFront(Generic[D]):
         except BaseException:
             self._replica.give_up()
             raise
+        self._window = Ceiling(clock=clock)
+        self._directory.stats.on_served = self._note_served
         self._pump = self._replica.start(self._directory, clock=clock)
         self._changed = self._pump.changed
 
@@ -67,6 +88,26 @@ class CacheFront(Generic[D]):
         """
         with self._changed:
             tell_prefill(self._directory.costs, start, end, seconds)
+
+    def read(self) -> EngineReading:
+        """Everything that is counted, at one moment."""
+        with self._changed:
+            index = self._directory.index
+            pools = {
+                (tier.name.lower(), group.name): pool
+                for tier in Tier
+                for group, pool in zip(self.spec.groups, index.pools[tier], strict=True)
+            }
+            return EngineReading(
+                self._directory.stats.copy(),
+                self._pump.times.read(),
+                {name: pool.capacity for name, pool in pools.items()},
+                {name: pool.used_count for name, pool in pools.items()},
+                self._window.read(),
+            )
+
+    def _note_served(self, keys: Sequence[bytes], restored_pages: int) -> None:
+        self._window.note(len(keys), keys[restored_pages:])
 
     def close(self) -> None:
         """Give up what is under way, disconnect, and free L2. Idempotent. No tensor of ``l2`` may be used after."""

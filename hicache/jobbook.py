@@ -51,6 +51,10 @@ class JobBook:
         """Jobs that have been emitted and not yet been completed."""
         return len(self._open)
 
+    def is_open(self, job_id: int) -> bool:
+        """Whether a job has been emitted and not yet been completed."""
+        return job_id in self._open
+
     @property
     def has_lost(self) -> bool:
         """Whether any rank is lost: then nothing is on every rank, and never will be."""
@@ -135,6 +139,10 @@ class JobSide:
     def open_jobs(self) -> int:
         """Jobs emitted and not yet completed."""
         return self._jobs.open_count
+
+    def is_open(self, job_id: int) -> bool:
+        """Whether a job has been emitted and not yet been completed."""
+        return self._jobs.is_open(job_id)
 
     @property
     def has_jobs(self) -> bool:

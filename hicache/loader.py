@@ -316,8 +316,7 @@ class Loader:
         tokens = {source: sources[source] * self._page_tokens for source in ("l1", "l2", "l3")}
         tokens["computed"] = record.token_count - pages * self._page_tokens
         record.by_source = tokens
-        self._stats.tokens_by_source.update(tokens)
-        self._stats.tokens_requested += record.token_count
+        self._stats.serve(record.keys[: record.prompt_pages], pages, tokens)
         attention = self._index.attention_pages(record.keys[: record.prompt_pages])
         self._stats.tokens_attention_only += max(0, attention - pages) * self._page_tokens
         record.shared_pages = (

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Protocol
 
 from hicache.executor import Executor
+from hicache.job_times import JobTimes
 from hicache.jobs import Completion, Job
 from hicache.ranks.leader import RankLinks
 
@@ -26,6 +27,8 @@ class Decides(Protocol):
 
     def lose_rank(self, rank: int, reason: str) -> None: ...
 
+    def is_open(self, job_id: int) -> bool: ...
+
 
 class Pump:
     """``changed`` is the lock of the directory, and notified when anything of it may have changed.
@@ -35,13 +38,20 @@ class Pump:
     """
 
     def __init__(
-        self, directory: Decides, executor: Executor | None, links: RankLinks, *, clock: Callable[[], float]
+        self,
+        directory: Decides,
+        executor: Executor | None,
+        links: RankLinks,
+        *,
+        times: JobTimes,
+        clock: Callable[[], float],
     ) -> None:
         self.changed = threading.Condition(threading.RLock())
         self._directory = directory
         self._executor = executor
         self._links = links
         self._clock = clock
+        self.times = times  # with the lock held
         self._inbox: deque[Callable[[], None]] = deque()
         self._jobs: deque[Job] = deque()
         self._is_pumping = False
@@ -57,12 +67,18 @@ class Pump:
     def _done(self, rank: int, completion: Completion, now_s: float) -> None:
         self._directory.tell_time(now_s)
         self._directory.complete(completion, rank=rank)
+        if not self._directory.is_open(completion.job_id):
+            self.times.end(completion.job_id, now_s)
 
     def lose(self, rank: int, reason: str) -> None:
         """A rank is gone for good."""
-        self._inbox.append(lambda: self._directory.lose_rank(rank, reason))
+        self._inbox.append(lambda: self._lost(rank, reason))
         with self.changed:
             self.pump()
+
+    def _lost(self, rank: int, reason: str) -> None:
+        self._directory.lose_rank(rank, reason)
+        self.times.end_all(self._directory.is_open, self._clock())
 
     # -- with the lock held ------------------------------------------------------------------------------------------
 
@@ -85,6 +101,7 @@ class Pump:
                     break
                 while self._jobs:  # one that is interrupted leaves the others for the next call
                     job = self._jobs.popleft()
+                    self.times.begin(job, self._clock())
                     self._links.submit(job)  # first: the other ranks work on it meanwhile
                     if self._executor is not None:
                         self._executor.submit(job)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 
 from hicache.errors import ConfigError
 from hicache.executor import Executor
+from hicache.job_times import JobTimes
 from hicache.jobs import Completion
 from hicache.l3 import L3
 from hicache.pools import L1Pool, L2Pool
@@ -37,6 +38,7 @@ class Replica:
             raise ConfigError("l1", l1, "a pool beside l2 and l3, or none of the three: see HiCache.lead")
         if l1 is not None and l1.rank.rank != 0:
             raise ConfigError("l1.rank", l1.rank.rank, "the pool of rank 0, which the leader is")
+        self._times = JobTimes(spec)
         self._l2 = l2
         self._pump: Pump | None = None
         self._is_memory_ours = True
@@ -60,7 +62,7 @@ class Replica:
 
     def start(self, directory: Decides, *, clock: Callable[[], float]) -> Pump:
         """Begin to do what ``directory`` decides."""
-        self._pump = Pump(directory, self.executor, self._links, clock=clock)
+        self._pump = Pump(directory, self.executor, self._links, times=self._times, clock=clock)
         self._links.start(on_complete=self._pump.complete, on_lost=self._pump.lose)
         return self._pump
 

@@ -249,8 +249,8 @@ class SlotLoader:
         record.is_counted = True
         tokens = {"l1": own * self._page_tokens, **by_source}
         tokens["computed"] = record.token_count - sum(tokens.values())
-        self._stats.tokens_by_source.update(tokens)
-        self._stats.tokens_requested += record.token_count
-        attention = self._index.attention_pages(record.keys[: record.restorable_pages], own=own)
+        keys = record.keys[: record.restorable_pages]
+        attention = self._index.attention_pages(keys, own=own)
         restored = own + sum(by_source.values()) // self._page_tokens
+        self._stats.serve(keys, restored, tokens)
         self._stats.tokens_attention_only += max(0, attention - restored) * self._page_tokens

@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields
 
 from hicache.outcome import Outcome
 
+Served = Callable[[Sequence[bytes], int], None]  # who wants to know how much of a prompt was restored
+
 _LEGS_WITHOUT_PAYLOAD = ("lookup", "confirm", "clear")
+
+
+def _nobody(keys: Sequence[bytes], restored_pages: int) -> None:
+    """Nobody wants to know."""
 
 
 @dataclass(slots=True)
@@ -37,6 +43,14 @@ class DirectoryStats:
     tokens_lost: Counter[str] = field(default_factory=Counter)  # evicted unwritten, by "<tier>.<group>"
     snapshots_thinned: int = 0  # boundaries whose snapshot went because its path had too many
     ranks_lost: dict[int, str] = field(default_factory=dict)  # why, by rank
+    on_served: Served = field(default=_nobody, repr=False, compare=False)
+
+    def serve(self, keys: Sequence[bytes], restored_pages: int, by_source: Mapping[str, int]) -> None:
+        """A request goes on to compute: ``keys`` of the pages that might have been restored, the first
+        ``restored_pages`` of them were, and its tokens by source."""
+        self.tokens_by_source.update(by_source)
+        self.tokens_requested += sum(by_source.values())
+        self.on_served(keys, restored_pages)
 
     def copy(self) -> DirectoryStats:
         """What has been counted by now."""

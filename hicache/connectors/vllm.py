@@ -30,7 +30,6 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from hicache.client import DaemonL3
 from hicache.connect import DAEMON_SCHEMES
 from hicache.connectors.adapters import AdapterIdentities
-from hicache.connectors.counters import Increments
 from hicache.connectors.vllm_events import EventGroup, L3Removals, StoreEvents
 from hicache.connectors.vllm_facts import engine_facts, weights_folder
 from hicache.connectors.vllm_identity import (
@@ -47,6 +46,7 @@ from hicache.connectors.vllm_settings import VllmSettings
 from hicache.connectors.vllm_spec import EngineSpec
 from hicache.connectors.vllm_worker import Place, WorkerSide
 from hicache.errors import ConfigError
+from hicache.samples import Increments
 from hicache.slot_cache import SlotCache
 
 if TYPE_CHECKING:

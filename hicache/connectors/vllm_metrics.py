@@ -7,7 +7,7 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-from hicache.connectors.counters import METRICS, Samples, add
+from hicache.samples import METRICS, Samples, add
 
 PREFIX = "vllm:hicache_"
 

@@ -17,8 +17,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
-from hicache.connectors.counters import Samples, samples_of
 from hicache.connectors.vllm_pages import BlockIds, Cache, Events, Geometry, Load, Slots, VllmRequest
+from hicache.samples import Samples, samples_of
 
 T = TypeVar("T")
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hicache.connect import open_l3
-from hicache.connectors.counters import Samples, l3_samples_of
 from hicache.connectors.vllm_scheduler import StepPlan
 from hicache.connectors.vllm_settings import VllmSettings
 from hicache.connectors.vllm_spec import EngineSpec, LayerBlocks, adoptable, described, engine_spec
@@ -18,6 +17,7 @@ from hicache.keys import FieldValue
 from hicache.pools import L1Pool, L2Pool, l2_slot_counts
 from hicache.ranks.settings import Ranks
 from hicache.ranks.worker import RankWorker
+from hicache.samples import Samples, l3_samples_of
 
 if TYPE_CHECKING:
     import torch

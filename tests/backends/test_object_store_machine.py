@@ -15,6 +15,7 @@ from hicache.backends.faulty import Fault, FaultKind, FaultyBackend
 from hicache.backends.file_store import FileBackend
 from hicache.backends.lmdb_store import LmdbBackend
 from hicache.backends.store import ObjectStore
+from hicache.backends.store_stats import NOTHING_HELD, Operation
 from hicache.outcome import Outcome
 from tests.backends.payloads import OTHER_TENANT, TENANT, key, payload, scanned
 
@@ -149,6 +150,18 @@ class ObjectStoreMachine(RuleBasedStateMachine):
         self.store.close()
         self.leases.clear()
         self.open()
+
+    @invariant()
+    def objects_are_conserved(self) -> None:
+        if not hasattr(self, "store"):
+            return
+        stats = self.store.stats()
+        for operation in Operation:
+            assert stats.asked.get(operation, 0) == sum(stats.finished[operation].values())
+            assert stats.open.get(operation, 0) == 0
+        gone = sum(stats.removed.values(), NOTHING_HELD)
+        assert stats.recovered + stats.added == gone + stats.resident
+        assert stats.leaving == NOTHING_HELD
 
     @invariant()
     def bytes_are_conserved(self) -> None:

@@ -7,11 +7,11 @@ from typing import Any
 
 import pytest
 
-from hicache.connectors.counters import METRICS
 from hicache.connectors.vllm_pages import Geometry
 from hicache.connectors.vllm_scheduler import Identity, SchedulerSide, StepPlan
 from hicache.connectors.vllm_spec import BlockGroup
 from hicache.errors import UsageError
+from hicache.samples import METRICS
 from tests.connectors.vllm_fakes import FakeCache, Request
 
 PAGE = 8

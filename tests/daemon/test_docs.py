@@ -23,13 +23,15 @@ from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.raw_links import Attachment, Memory, MemoryRefused, object_key, payload_of
 from tests.daemon.rig import http_get, scrape, wait_until
 
-TEXT = (Path(__file__).parents[2] / "docs" / "hicached.md").read_text(encoding="utf-8")
+DOCS = Path(__file__).parents[2] / "docs"
+TEXT = (DOCS / "hicached.md").read_text(encoding="utf-8")
+METRICS = (DOCS / "metrics.md").read_text(encoding="utf-8")
 PAGE = 64 * 1024
 
 
-def table(section: str, *, number: int = 0) -> dict[str, list[str]]:
+def table(section: str, *, number: int = 0, text: str = TEXT) -> dict[str, list[str]]:
     """Rows of the ``number``-th table of a section by the word in their first column."""
-    body = TEXT.split(f"\n## {section}\n")[1].split("\n## ")[0]
+    body = text.split(f"\n## {section}\n")[1].split("\n## ", maxsplit=1)[0]
     tables = re.findall(r"(?:^\|.*\n)+", body, flags=re.MULTILINE)
     rows = [[cell.strip() for cell in line.strip("|\n").split("|")] for line in tables[number].splitlines()[2:]]
     return {row[0].strip("`"): row[1:] for row in rows}
@@ -72,7 +74,7 @@ def families(daemon: ThreadedDaemon) -> set[str]:
 
 
 def test_every_metric_is_documented(daemon: ThreadedDaemon) -> None:
-    assert families(daemon) == set(table("Metrics"))
+    assert families(daemon) == set(table("hicached", text=METRICS))
 
 
 TOKENS = {"main": "token-of-main-12345", "small": "token-of-small-1234", "slow": "token-of-slow-12345"}
@@ -88,15 +90,21 @@ def test_br_111_every_metric_moves(
 ) -> None:
     monkeypatch.setattr("hicache.backends.events.QUEUED_EVENTS_MAX", 1)
     (folder / "tenants").write_text(TENANTS)
-    daemon = start_thread(
-        capacity_bytes="8MiB",
-        object_bytes_max=PAGE,
-        session_inflight_bytes_max=PAGE,
-        tenants_file=str(folder / "tenants"),
-    )
+    settings = {
+        "capacity_bytes": "8MiB",
+        "object_bytes_max": PAGE,
+        "session_inflight_bytes_max": PAGE,
+        "tenants_file": str(folder / "tenants"),
+    }
+    first = start_thread(**settings)
+    samples = [scrape(first.ready.http)]
+    with Client(first.target, token=TOKENS["main"]) as client:
+        client.put_stream([object_key(9)], [b"x"])
+    first.stop()
+    daemon = start_thread(**settings)
     still = {"hicache_daemon_info", "hicache_store_capacity_bytes", "hicache_process_max_fds"}
     still |= {"hicache_process_start_time_seconds", "hicache_process_virtual_memory_bytes"}
-    samples = [scrape(daemon.ready.http)]
+    samples.append(scrape(daemon.ready.http))
 
     def look() -> None:
         samples.append(scrape(daemon.ready.http))
@@ -118,7 +126,7 @@ def test_br_111_every_metric_moves(
         if before.get(name, 0.0) != value
     }
     moved |= {name.removesuffix("_count") for name in moved}
-    assert set(table("Metrics")) - still - moved == set()
+    assert set(table("hicached", text=METRICS)) - still - moved == set()
 
 
 def drive_calls(daemon: ThreadedDaemon, client: Client, region: int, look: Callable[[], None]) -> None:
@@ -142,7 +150,12 @@ def drive_calls(daemon: ThreadedDaemon, client: Client, region: int, look: Calla
     stuck.release()
     for call in waiting:
         call.result()
-    client.delete(keys)
+    stuck = daemon.backend.arm("delete", Fault(FaultKind.LATE))
+    deleting = client.begin(client.delete, keys)
+    wait_until(lambda: daemon.store.stats().leaving.objects > 0, what="objects are being removed")
+    look()
+    stuck.release()
+    deleting.result()
 
 
 def drive_limits(daemon: ThreadedDaemon, client: Client, look: Callable[[], None]) -> None:

@@ -56,7 +56,7 @@ def test_br_076_rotten_bytes_are_a_counted_miss_and_are_removed(
         region = client.attach(memory).region_id
         outcomes = client.get(region, KEYS, [n * PAGE for n in range(4)], [PAGE] * 4)
         assert outcomes == [Outcome.OK, Outcome.CORRUPT, Outcome.OK, Outcome.OK]
-        assert scrape(daemon.ready["http"])["hicache_store_corrupt_objects_total"] == 1
+        assert scrape(daemon.ready["http"])['hicache_store_removed_objects_total{reason="corrupt"}'] == 1
         assert client.present(KEYS) == [True, False, True, True]
         assert client.put_stream(KEYS[1:2], payloads[1:2]) == [Outcome.OK]
         assert client.get_stream(KEYS[1:2], [PAGE]) == [payloads[1]]
@@ -198,5 +198,5 @@ def test_the_store_never_grows_beyond_its_capacity(tight: ThreadedDaemon) -> Non
             stats = client.stats()
             assert 0 < stats.used_bytes <= stats.capacity_bytes == 8 << 20
     samples = scrape(tight.ready.http)
-    assert samples["hicache_store_evicted_objects_total"] > 200
+    assert samples['hicache_store_removed_objects_total{reason="evicted"}'] > 200
     assert samples["hicache_store_eviction_failures_total"] == 0

@@ -125,7 +125,7 @@ def test_a_quota_costs_only_its_own_tenant_and_shows_in_its_metrics(start_with: 
     assert samples['hicache_tenant_used_bytes{tenant="bob"}'] == 5 * SLOT
     assert samples['hicache_tenant_evicted_objects_total{tenant="alice"}'] == 2
     assert samples['hicache_tenant_evicted_objects_total{tenant="bob"}'] == 0
-    assert samples["hicache_store_quota_evicted_objects_total"] == 2
+    assert samples['hicache_store_removed_objects_total{reason="quota"}'] == 2
 
 
 def test_without_a_tenants_file_no_tenant_is_a_label(daemon: ThreadedDaemon, client: Client) -> None:
@@ -329,4 +329,4 @@ def test_what_has_expired_is_swept_without_any_call(
         wait_until(lambda: daemon.backend.usage().objects == 1, what="the expired object has been swept")
         assert alice.present([object_key(1)]) == [False]
         assert bob.present([object_key(1)]) == [True]
-    assert scrape(daemon.ready.http)["hicache_store_expired_objects_total"] == 1
+    assert scrape(daemon.ready.http)['hicache_store_removed_objects_total{reason="expired"}'] == 1

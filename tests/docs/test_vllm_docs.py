@@ -7,9 +7,9 @@ import re
 from dataclasses import MISSING, fields
 from pathlib import Path
 
-from hicache.connectors.counters import METRICS
 from hicache.connectors.vllm_identity import VERSION_FLOOR
 from hicache.connectors.vllm_settings import VllmSettings
+from hicache.samples import METRICS
 
 PAGE = (Path(__file__).parents[2] / "docs" / "vllm.md").read_text()
 

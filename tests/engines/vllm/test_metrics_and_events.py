@@ -13,9 +13,9 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from hicache.client.watch import WatchEvent, WatchKind
-from hicache.connectors.counters import METRICS, samples_of
 from hicache.keys import object_key
 from hicache.page_changes import PageChange, Place
+from hicache.samples import METRICS, samples_of
 from hicache.stats import DirectoryStats
 
 with warnings.catch_warnings():

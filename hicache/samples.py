@@ -23,24 +23,41 @@ class Metric:
     labels: tuple[str, ...]
     help: str
     is_gauge: bool = False
+    is_of_connector: bool = False  # counted there, and not by the cache
 
 
 METRICS = (
     Metric("requests", (), "Requests that were looked up"),
+    Metric("requested_tokens", (), "Prompt tokens of the requests that were loaded"),
     Metric("tokens", ("source",), "Prompt tokens by where their KV came from: l1, l2, l3 or computed"),
     Metric("tokens_without_state", (), "Tokens whose attention was there and whose window or state was not"),
+    Metric("prefetch_found_tokens", (), "Tokens that L3 had beyond L1 and L2"),
     Metric("prefetch_tokens", ("end",), "Tokens found in L3 by what became of them: used, or dropped for a reason"),
+    Metric("prefetch_probes", (), "Fetches for no request, to learn whether loading has begun to pay"),
     Metric("prefetch_declined", ("reason",), "Requests for which L3 was not asked"),
     Metric("objects", ("leg", "outcome"), "Objects that went, or did not go, over a leg of the store"),
     Metric("bytes", ("leg",), "Payload bytes that went over a leg of the store"),
     Metric("skipped", ("reason",), "Writes and state snapshots that were not made"),
     Metric("lost_tokens", ("place",), "Tokens evicted before they were written down, by tier and group"),
     Metric(
-        "requests_uncached", (), "Requests without the salt that is required, or with an adapter of unknown content"
+        "requests_uncached",
+        (),
+        "Requests without the salt that is required, or with an adapter of unknown content",
+        is_of_connector=True,
     ),
-    Metric("loads_failed", (), "Loads that failed, whose requests were computed instead"),
-    Metric("checkpoints_wanted", (), "Times that the engine was asked for a state where siblings diverge"),
-    Metric("calls_refused", (), "Requests that went on without the store after a defect, which the log tells"),
+    Metric("loads_failed", (), "Loads that failed, whose requests were computed instead", is_of_connector=True),
+    Metric(
+        "checkpoints_wanted",
+        (),
+        "Times that the engine was asked for a state where siblings diverge",
+        is_of_connector=True,
+    ),
+    Metric(
+        "calls_refused",
+        (),
+        "Requests that went on without the store after a defect, which the log tells",
+        is_of_connector=True,
+    ),
     Metric("ranks_lost", (), "Ranks that the leader has lost", is_gauge=True),
     Metric("prefetch_in_flight_tokens", (), "Tokens on their way from L3", is_gauge=True),
     Metric("l3_objects", ("operation", "outcome"), "Objects of calls to hicached by outcome, of all ranks"),
@@ -86,8 +103,11 @@ class Increments:
 
 def _of_directory(stats: DirectoryStats) -> Iterator[tuple[Sample, float]]:
     yield ("requests",), stats.requests
+    yield ("requested_tokens",), stats.tokens_requested
     yield from _labelled("tokens", stats.tokens_by_source.items())
     yield ("tokens_without_state",), stats.tokens_attention_only
+    yield ("prefetch_found_tokens",), stats.prefetch_found
+    yield ("prefetch_probes",), stats.prefetch_probes
     yield ("prefetch_tokens", "used"), stats.prefetch_used
     yield from _labelled("prefetch_tokens", stats.prefetch_dropped.items())
     yield from _labelled("prefetch_declined", stats.prefetch_declined.items())

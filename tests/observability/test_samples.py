@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from hicache.breaker import BreakerState, BreakerStatus
 from hicache.client.status import L3Status, OperationCounts
 from hicache.client.supervisor import ClientState
-from hicache.connectors.counters import METRICS, Increments, Samples, add, l3_samples_of, samples_of
 from hicache.connectors.vllm_scheduler import Counts
 from hicache.outcome import Outcome
+from hicache.samples import METRICS, Increments, Samples, add, l3_samples_of, samples_of
 from hicache.stats import DirectoryStats
 
 
