@@ -69,7 +69,9 @@ class DaemonConfig:
         "", tcp_address, "TCP address of the bulk socket; empty: host of listen and the next port; needs listen"
     )
     http: str = _setting(
-        "127.0.0.1:9470", tcp_or_unix_address, "address or Unix socket of /metrics, /healthz, /readyz; empty: none"
+        "127.0.0.1:9470",
+        tcp_or_unix_address,
+        "address or Unix socket of the status page, /metrics, /healthz, /readyz; empty: none",
     )
     backend: str = _setting("lmdb", choice("lmdb", "file", "mooncake"), "what objects are stored in")
     path: str = _setting("/var/lib/hicached", required_path, "directory of the stored objects")

@@ -128,6 +128,8 @@ def loaded_after_import(module: str, *, watched: frozenset[str], cwd: Path) -> s
         ("hicache.spec", frozenset({"torch", "triton", "grpc"})),
         ("hicache.directory", frozenset({"torch", "triton", "grpc"})),
         ("hicache.daemon.server", frozenset({"torch", "triton"})),
+        ("hicache.admin.client", frozenset({"torch", "triton", "grpc", "aiohttp"})),
+        ("hicache.cli", frozenset({"torch", "triton", "grpc"})),
     ],
 )
 def test_importing_a_module_loads_nothing_heavy(module: str, forbidden: frozenset[str], tmp_path: Path) -> None:

@@ -236,16 +236,6 @@ def test_a_stream_that_falls_silent_is_given_up(folder: Path) -> None:
         next(parts)
 
 
-def test_the_client_needs_neither_torch_nor_grpc() -> None:
-    import subprocess
-    import sys
-
-    code = "import sys, hicache.admin.client, hicache.admin.screen, hicache.admin.follow; "
-    code += "sys.exit(str([name for name in ('torch', 'grpc', 'aiohttp') if name in sys.modules] or ''))"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stderr.strip()) == (1, "")
-
-
 def test_connections_of_one_address_are_bounded(daemon: ThreadedDaemon) -> None:
     from hicache.daemon.http import CONNECTIONS_MAX
 
