@@ -16,7 +16,20 @@ from hicache.exposition import counter, gauge, histogram
 from hicache.histogram import Histogram
 from hicache.outcome import Outcome
 
-METHODS = ("Session", "Lookup", "Get", "Put", "GetStream", "PutStream", "Delete", "Lease", "Pin", "Watch", "Stats")
+METHODS = (
+    "Session",
+    "Lookup",
+    "Get",
+    "Put",
+    "GetStream",
+    "PutStream",
+    "Delete",
+    "Lease",
+    "Pin",
+    "Watch",
+    "Stats",
+    "Report",
+)
 LASTING_METHODS = ("Session", "Watch")  # as long as the client wants: their time says nothing
 
 

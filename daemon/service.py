@@ -19,13 +19,14 @@ from hicache.daemon.recorder import TraceRecorder
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session as OpenSession
 from hicache.daemon.sessions import Sessions
+from hicache.daemon.tier_fills import read_fills
 from hicache.daemon.turns import Turns
 from hicache.daemon.watch import Watches
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.protocol import RefusalCode
 
 SERVED_TO_THE_END = ("Lease", "Stats", "Delete")  # while the daemon drains; and what is leased, on the bulk socket
-UNRATED_METHODS = ("Lease", "Stats")  # a tenant above its rate can still say that it lives, and let go
+UNRATED_METHODS = ("Lease", "Stats", "Report")  # a tenant above its rate can still say that it lives, and let go
 
 
 class HiCachedService:
@@ -116,6 +117,12 @@ class HiCachedService:
             if space is None:
                 raise TimeoutError
             return self._stats(space, session)
+
+    async def Report(self, request: pb.ReportRequest, context: CallContext) -> pb.ReportReply:
+        """Remembers how full the tiers of the client are, until it says something else or its session ends."""
+        async with self._session_call("Report", request.session_secret, context) as (session, _):
+            session.tier_fills = read_fills(request.tiers)
+            return pb.ReportReply()
 
     def _stats(self, space: Space, session: OpenSession) -> pb.StatsReply:
         """With several tenants every number is the asking one's own: what others do shows in none of them."""

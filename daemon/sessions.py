@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Protocol
@@ -19,6 +19,7 @@ from hicache.daemon.rates import TenantRates
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.region_budget import RegionBudget, RegionCharge
 from hicache.daemon.tenants import Tenant
+from hicache.daemon.tier_fills import TierFill
 from hicache.tenancy import physical_key
 from hicache.wire.bulk import BULK_CONNECTIONS_PER_SESSION_MAX
 from hicache.wire.protocol import SECRET_BYTES, RefusalCode
@@ -60,6 +61,7 @@ class Session:
         self.rates = rates or TenantRates()
         self.object_classes: tuple[str, ...] = ()  # of the groups of its namespace
         self.ended = False
+        self.tier_fills: Mapping[str, TierFill] = {}  # as the client reported
         self.authenticate: Callable[[], Tenant] = lambda: tenant  # once more, with what the client came with
         self.revoked: Refusal | None = None
         self.revoking = asyncio.Event()

@@ -43,6 +43,7 @@ from hicache.daemon.sessions import Sessions
 from hicache.daemon.slowest import Slowest
 from hicache.daemon.storage import Storage, Store
 from hicache.daemon.tenants import Tenant, Tenants, TenantSettings
+from hicache.daemon.tier_fills import sum_fills
 from hicache.errors import BackendError
 from hicache.histogram import Histogram
 from hicache.workers import QueueFull
@@ -166,7 +167,7 @@ class StatusReporter:
             uptime_s=now_s - self._started_s,
             window_s=window_s,
             store_age_s=now_s - numbers.at_s if numbers is not None else None,
-            tiers=_tiers(numbers, parts.backend_numbers() if parts is not None else ()),
+            tiers=[*_engine_tiers(parts), *_tiers(numbers, parts.backend_numbers())] if parts is not None else [],
             lookups=_lookups(self._metrics.ceiling.read()),
             traffic=_traffic(self._history.lately(now_s, counts), hour),
             latency=[_latency(kind, hour.times.get(kind, Histogram())) for kind in METHODS_BY_KIND],
@@ -197,6 +198,13 @@ def _ask_store(store: Store, settings: Mapping[Tenant, TenantSettings], clock: C
 
     fullest = heapq.nlargest(TENANTS_SHOWN, zip(tenants, all_stats, strict=True), key=fullness)
     return StoreNumbers(clock(), usage, store.stats(), fullest)
+
+
+def _engine_tiers(parts: Parts) -> list[Tier]:
+    return [
+        Tier(name=name, used_bytes=fill.used_bytes, capacity_bytes=fill.capacity_bytes, engines=fill.engines)
+        for name, fill in sum_fills(session.tier_fills for session in parts.sessions).items()
+    ]
 
 
 def _tiers(numbers: StoreNumbers | None, of_backend: Iterable[Number]) -> list[Tier]:

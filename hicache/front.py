@@ -13,7 +13,7 @@ from hicache.errors import UsageError
 from hicache.index import Index
 from hicache.job_times import JobNumbers
 from hicache.keys import BlockKeys, FieldValue
-from hicache.l3 import L3
+from hicache.l3 import L3, TierFills, tell_fills
 from hicache.node import Tier
 from hicache.policies import policy_of
 from hicache.policies.prefetch import PrefetchPolicy
@@ -79,6 +79,7 @@ class CacheFront(Generic[D]):
         self._directory.stats.on_served = self._note_served
         self._pump = self._replica.start(self._directory, clock=clock)
         self._changed = self._pump.changed
+        tell_fills(l3, self.fills)
 
     def tell_prefill(self, start: int, end: int, *, seconds: float) -> None:
         """The tokens ``[start, end)`` of a prompt, with all before them restored or computed, took so long to compute.
@@ -105,6 +106,19 @@ class CacheFront(Generic[D]):
                 {name: pool.used_count for name, pool in pools.items()},
                 self._window.read(),
             )
+
+    def fills(self) -> TierFills:
+        """How full L1 and L2 of this rank are; none of a tier that the cache does not hand out itself."""
+        object_bytes = [sum(shard.size_bytes for shard in shards) for shards in self.spec.rank(0).shards]
+        fills = {}
+        with self._changed:
+            for tier, arena_bytes in ((Tier.L1, self._replica.common.l1_bytes), (Tier.L2, 0)):
+                pools = self._directory.index.pools[tier]
+                used = sum(pool.used_count * size for pool, size in zip(pools, object_bytes, strict=True))
+                room = sum(pool.capacity * size for pool, size in zip(pools, object_bytes, strict=True))
+                if room:
+                    fills[tier.name.lower()] = (used, arena_bytes or room)
+        return fills
 
     def _note_served(self, keys: Sequence[bytes], restored_pages: int) -> None:
         self._window.note(len(keys), keys[restored_pages:])

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from hicache.outcome import Outcome
 
@@ -19,6 +19,24 @@ class L3Item:
 
 
 Done = Callable[[list[Outcome]], None]
+
+
+TierFills = Mapping[str, tuple[int, int]]  # bytes in use and bytes in all of l1 and l2
+
+
+@runtime_checkable
+class TellsFills(Protocol):
+    """An L3 that others can ask how full its engine's own tiers are."""
+
+    def tell_fills(self, read_fills: Callable[[], TierFills]) -> None:
+        """``read_fills`` is called now and then, in another thread."""
+        ...
+
+
+def tell_fills(l3: object, read_fills: Callable[[], TierFills]) -> None:
+    """Has ``l3`` tell how full the tiers of this engine are, if that is something that it does."""
+    if isinstance(l3, TellsFills):
+        l3.tell_fills(read_fills)
 
 
 class L3(Protocol):

@@ -25,7 +25,7 @@ from hicache.client.stream import through_stream
 from hicache.client.supervisor import Supervisor
 from hicache.client.transfer import Direction, Transfer, through_memory
 from hicache.client.watch import Watch
-from hicache.l3 import Done, L3Item
+from hicache.l3 import Done, L3Item, TierFills
 from hicache.notices import Notices
 from hicache.outcome import Outcome
 from hicache.shared_memory import SharedMemory
@@ -95,6 +95,10 @@ class DaemonL3:
             settings=self._settings,
             on_refused=self._counters.count_refusal,
         )
+
+    def tell_fills(self, read_fills: Callable[[], TierFills]) -> None:
+        """Has hicached show how full this engine's L1 and L2 are: told every ``ClientSettings.report_s``."""
+        self._supervisor.report_from(read_fills)
 
     def lookup(self, keys: Sequence[bytes], *, timeout_s: float) -> list[Outcome]:
         """See ``L3.lookup``. A batch above the limits of the session goes in parts; each key has its own outcome.

@@ -19,6 +19,7 @@ from hicache.client.bulk_link import BulkClosed, BulkLinks, BulkRefused
 from hicache.client.fault import NEVER_SENT, Fault, FaultKind, call, fault_of, refusal_fault
 from hicache.client.memory_link import MemoryLink
 from hicache.keys import FieldValue, digest_fields
+from hicache.l3 import TierFills
 from hicache.lease_book import LeaseBook
 from hicache.wire import hicached_pb2 as wire
 from hicache.wire.hicached_pb2_grpc import HiCachedStub
@@ -117,6 +118,7 @@ class Session:
         self.can_share_memory = False  # whether it is worth trying to register the memory
         self.stream_reason = ""  # why bulk goes through streams; empty while it need not
         self.answered_at_s = 0.0
+        self.report_at_s = 0.0  # when the next report is due
         self.leases = LeaseBook(clock=time.monotonic)  # those of lookups, while they last
         self._stream = self.stub.Session(self._requests(identity.hello))
         self._reader = threading.Thread(target=self._read, name="hicache-l3-session", daemon=True)
@@ -151,6 +153,14 @@ class Session:
         if fault is None or fault.is_answer:
             self.answered_at_s = time.monotonic()
         return fault
+
+    def report(self, fills: TierFills, *, timeout_s: float) -> None:
+        """Tells how full the tiers of this engine are. Nothing depends on it: a daemon that does not know the call, or
+        does not answer, is left alone."""
+        tiers = [wire.TierFill(name=name, used_bytes=used, capacity_bytes=all_) for name, (used, all_) in fills.items()]
+        request = wire.ReportRequest(session_secret=self.secret, tiers=tiers)
+        if not isinstance(call(self.stub.Report, request, timeout_s=timeout_s), Fault):
+            self.answered_at_s = time.monotonic()
 
     def try_bulk(self, *, timeout_s: float) -> Fault | None:
         """Why no object could be moved over the bulk socket; None when one could."""

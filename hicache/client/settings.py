@@ -16,6 +16,7 @@ class ClientSettings:
     connect_timeout_s: float = 2.0  # for a session, and again for its memory or its bulk socket
     ping_timeout_s: float = 2.0  # a daemon that answers nothing for so long has lost its session
     heartbeat_s: float = 5.0  # an idle session is pinged so often
+    report_s: float = 10.0  # hicached is told so often how full the tiers of this engine are
     backoff_s: float = 0.05  # before the second attempt to connect; doubles with every further one
     backoff_s_max: float = 1.0  # so a daemon that comes back is found within about a second
     refused_retry_s: float = 30.0  # a refusal lasts until somebody changes something

@@ -16,6 +16,7 @@ from hicache.client.memory_link import MemoryLink, NotRegistered, register
 from hicache.client.memory_watch import MemoryWatch
 from hicache.client.session import Identity, Session, is_session_lost
 from hicache.client.settings import ClientSettings
+from hicache.l3 import TierFills
 from hicache.notices import Notices
 from hicache.shared_memory import SharedMemory
 
@@ -71,6 +72,7 @@ class Supervisor:
         self._state = ClientState.CONNECTING
         self._fault: Fault | None = None
         self._sessions_opened = 0
+        self._read_fills: Callable[[], TierFills] | None = None  # what is reported to hicached, if anything
         self._register_at_s = 0.0
         self._register_backoff_s = settings.backoff_s
         self._thread = threading.Thread(target=self._run, name="hicache-l3", daemon=True)
@@ -121,6 +123,11 @@ class Supervisor:
                 self.session.link = None
             # There is room for another one; a peer that drops each at once still gets a bounded number of them.
             self._register_at_s = min(self._register_at_s, time.monotonic() + self._settings.backoff_s)
+        self._wake()
+
+    def report_from(self, read_fills: Callable[[], TierFills]) -> None:
+        """What hicached is told from here on; ``read_fills`` is called in the thread of the supervisor."""
+        self._read_fills = read_fills
         self._wake()
 
     def wait_ready(self, *, timeout_s: float) -> bool:
@@ -248,6 +255,7 @@ class Supervisor:
     def _tend(self, session: Session) -> None:
         """Look after the session until it is over."""
         while not self._is_closing:
+            self._report_if_due(session)
             fault = self._register_if_due(session) or session.fault or self._check(session)
             if fault is not None:
                 self._drop(session, fault)
@@ -255,6 +263,12 @@ class Supervisor:
                 session.close()
                 return
             self._wait(self._next_look_s(session))
+
+    def _report_if_due(self, session: Session) -> None:
+        if self._read_fills is None or time.monotonic() < session.report_at_s:
+            return
+        session.report_at_s = time.monotonic() + self._settings.report_s
+        session.report(self._read_fills(), timeout_s=self._settings.ping_timeout_s)
 
     def _check(self, session: Session) -> Fault | None:
         """Ping the session when a call on it had no answer, or when it has been idle for long."""
@@ -319,6 +333,8 @@ class Supervisor:
     def _next_look_s(self, session: Session) -> float:
         now_s = time.monotonic()
         look_s = session.answered_at_s + self._settings.heartbeat_s - now_s
+        if self._read_fills is not None:
+            look_s = min(look_s, session.report_at_s - now_s)
         if session.link is None and session.can_share_memory:
             look_s = min(look_s, max(self._register_at_s - now_s, self._settings.backoff_s))
         return look_s

@@ -69,6 +69,11 @@ class HiCachedStub(object):
                 request_serializer=hicache_dot_wire_dot_hicached__pb2.StatsRequest.SerializeToString,
                 response_deserializer=hicache_dot_wire_dot_hicached__pb2.StatsReply.FromString,
                 _registered_method=True)
+        self.Report = channel.unary_unary(
+                '/hicached.v1.HiCached/Report',
+                request_serializer=hicache_dot_wire_dot_hicached__pb2.ReportRequest.SerializeToString,
+                response_deserializer=hicache_dot_wire_dot_hicached__pb2.ReportReply.FromString,
+                _registered_method=True)
 
 
 class HiCachedServicer(object):
@@ -121,6 +126,13 @@ class HiCachedServicer(object):
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Report(self, request, context):
+        """how full the client's own tiers are, for status pages
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_HiCachedServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -158,6 +170,11 @@ def add_HiCachedServicer_to_server(servicer, server):
                     servicer.Stats,
                     request_deserializer=hicache_dot_wire_dot_hicached__pb2.StatsRequest.FromString,
                     response_serializer=hicache_dot_wire_dot_hicached__pb2.StatsReply.SerializeToString,
+            ),
+            'Report': grpc.unary_unary_rpc_method_handler(
+                    servicer.Report,
+                    request_deserializer=hicache_dot_wire_dot_hicached__pb2.ReportRequest.FromString,
+                    response_serializer=hicache_dot_wire_dot_hicached__pb2.ReportReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -349,6 +366,33 @@ class HiCached(object):
             '/hicached.v1.HiCached/Stats',
             hicache_dot_wire_dot_hicached__pb2.StatsRequest.SerializeToString,
             hicache_dot_wire_dot_hicached__pb2.StatsReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Report(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/hicached.v1.HiCached/Report',
+            hicache_dot_wire_dot_hicached__pb2.ReportRequest.SerializeToString,
+            hicache_dot_wire_dot_hicached__pb2.ReportReply.FromString,
             options,
             channel_credentials,
             insecure,

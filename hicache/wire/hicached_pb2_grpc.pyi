@@ -55,6 +55,8 @@ class HiCachedStub:
     Watch: _grpc.UnaryStreamMultiCallable[_hicached_pb2.WatchRequest, _hicached_pb2.WatchEvents]
     """what comes and goes of the session's tenant"""
     Stats: _grpc.UnaryUnaryMultiCallable[_hicached_pb2.StatsRequest, _hicached_pb2.StatsReply]
+    Report: _grpc.UnaryUnaryMultiCallable[_hicached_pb2.ReportRequest, _hicached_pb2.ReportReply]
+    """how full the client's own tiers are, for status pages"""
 
 @_typing.type_check_only
 class HiCachedAsyncStub(HiCachedStub):
@@ -72,6 +74,8 @@ class HiCachedAsyncStub(HiCachedStub):
     Watch: _aio.UnaryStreamMultiCallable[_hicached_pb2.WatchRequest, _hicached_pb2.WatchEvents]  # type: ignore[assignment]
     """what comes and goes of the session's tenant"""
     Stats: _aio.UnaryUnaryMultiCallable[_hicached_pb2.StatsRequest, _hicached_pb2.StatsReply]  # type: ignore[assignment]
+    Report: _aio.UnaryUnaryMultiCallable[_hicached_pb2.ReportRequest, _hicached_pb2.ReportReply]  # type: ignore[assignment]
+    """how full the client's own tiers are, for status pages"""
 
 class HiCachedServicer(metaclass=_abc_1.ABCMeta):
     @_abc_1.abstractmethod
@@ -128,5 +132,13 @@ class HiCachedServicer(metaclass=_abc_1.ABCMeta):
         request: _hicached_pb2.StatsRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_hicached_pb2.StatsReply, _abc.Awaitable[_hicached_pb2.StatsReply]]: ...
+
+    @_abc_1.abstractmethod
+    def Report(
+        self,
+        request: _hicached_pb2.ReportRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_hicached_pb2.ReportReply, _abc.Awaitable[_hicached_pb2.ReportReply]]:
+        """how full the client's own tiers are, for status pages"""
 
 def add_HiCachedServicer_to_server(servicer: HiCachedServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...
