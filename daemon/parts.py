@@ -20,6 +20,7 @@ from hicache.daemon.config import DaemonConfig
 from hicache.daemon.http import HttpServer
 from hicache.daemon.memory_socket import STRANGE_QUEUE_MAX, MemorySocket
 from hicache.daemon.metrics import BackendNumbers, Metrics, Readings
+from hicache.daemon.miss_watch import MissWatch
 from hicache.daemon.probes import Probes
 from hicache.daemon.rates import TenantRates
 from hicache.daemon.readings import (
@@ -113,6 +114,13 @@ def measure_storage(metrics: Metrics, storage: Storage, opened: OpenedStore, ten
     if isinstance(opened.store, SharedStore):
         metrics.registry.register(BackendNumbers(opened.store.numbers))
     return snapshot
+
+
+def start_miss_watch(metrics: Metrics, stages: AsyncExitStack) -> None:
+    """Has the log say what clients did not get."""
+    watch = MissWatch(metrics.tally.read)
+    watch.start()
+    stages.push_async_callback(watch.stop)
 
 
 def make_sessions(config: DaemonConfig, storage: Storage, tenants: Tenants, metrics: Metrics) -> Sessions:
