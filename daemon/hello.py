@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.deployments import Deployments, read_membership
@@ -16,7 +17,7 @@ from hicache.daemon.tenants import Tenants
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.protocol import KEY_BYTES_MAX, PROTOCOL_VERSION, RefusalCode
 
-CLIENT_NAME_CHARS_MAX = 128
+NAME_CHARS_MAX = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +37,7 @@ class Hellos:
         self._identity = identity
         self._tenants = tenants
         self._sessions = sessions
-        self._namespaces = KnownNamespaces()
+        self.namespaces = KnownNamespaces()
         self._deployments = Deployments()
 
     @property
@@ -53,16 +54,18 @@ class Hellos:
                 f"the client speaks version {hello.protocol_version}, hicached {self._identity.version} speaks "
                 f"version {PROTOCOL_VERSION}",
             )
-        tenant = self._tenants.authenticate(hello.token)
+        authenticate = partial(self._tenants.authenticate, hello.token)
+        tenant = authenticate()
         descriptor = read_descriptor(hello.namespace_descriptor, hello.namespace_digest)
         check_key_hash(descriptor, self._tenants)
         membership = read_membership(hello.deployment, descriptor, hello.salt_fingerprint)
         with self._deployments.joined(tenant, membership):
-            differences = self._namespaces.meet(tenant, hello.namespace_digest, descriptor)
-            session, secret = self._sessions.open(tenant, _printable(hello.client_name))
+            differences = self.namespaces.meet(tenant, hello.namespace_digest, descriptor)
+            session, secret = self._sessions.open(tenant, printable(hello.client_name))
+            session.authenticate = authenticate
             session.object_classes = classes_of(descriptor)
             try:
-                yield session, self._welcome(session, secret, differences, is_local=peer.startswith("unix"))
+                yield session, self._welcome(session, secret, differences, is_local=peer.startswith("unix:"))
             finally:
                 self._sessions.end(session, secret)
 
@@ -90,6 +93,6 @@ class Hellos:
         )
 
 
-def _printable(name: str) -> str:
-    """A client's name as it may appear in a log line."""
-    return "".join(character if character.isprintable() else "?" for character in name[:CLIENT_NAME_CHARS_MAX])
+def printable(name: str) -> str:
+    """What a client calls something, as it may appear in a log line or on a terminal."""
+    return "".join(character if character.isprintable() else "?" for character in name[:NAME_CHARS_MAX])

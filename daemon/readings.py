@@ -41,10 +41,10 @@ class StoreNumbers:
 class StoreSnapshot:
     """What the store last said about itself: asked before each scrape, in a control thread, never in the event loop."""
 
-    def __init__(self, storage: Storage, numbers: StoreNumbers, tenants: Sequence[Tenant]) -> None:
+    def __init__(self, storage: Storage, numbers: StoreNumbers, named: Callable[[], Sequence[Tenant]]) -> None:
         self._storage = storage
         self._numbers = numbers
-        self._tenants = tenants
+        self._named = named
 
     @property
     def usage(self) -> Usage:
@@ -63,10 +63,10 @@ class StoreSnapshot:
 
     async def refresh(self) -> None:
         """Asks again. A store that does not answer soon goes on showing its last numbers."""
-        store = self._storage.store
+        store, tenants = self._storage.store, self._named()
         with contextlib.suppress(TimeoutError, QueueFull, BackendError):
             self._numbers = await self._storage.ask(
-                lambda: StoreNumbers.of(store, self._tenants), timeout_s=SNAPSHOT_TIMEOUT_S
+                lambda: StoreNumbers.of(store, tenants), timeout_s=SNAPSHOT_TIMEOUT_S
             )
 
 
@@ -222,14 +222,14 @@ def tenant_readings(snapshot: StoreSnapshot, labels: TenantLabels) -> Iterator[R
     yield Reading(
         "hicache_tenant_evicted_objects",
         "Objects of a tenant that were evicted.",
-        partial(_read_tenants, snapshot, labels, lambda tenant: tenant.evictions),
+        lambda: labels.counters("evictions", {name: stats.evictions for name, stats in snapshot.tenants.items()}),
         ("tenant",),
         is_counter=True,
     )
 
 
 def rate_readings(
-    rates: Mapping[Tenant, TenantRates], named: Sequence[Tenant], labels: TenantLabels
+    rates: Mapping[Tenant, TenantRates], named: Callable[[], Sequence[Tenant]], labels: TenantLabels
 ) -> Iterator[Reading]:
     """Who was refused for being too fast."""
 
@@ -246,14 +246,14 @@ def rate_readings(
     yield Reading(
         "hicache_tenant_rate_refusals",
         "Calls and objects of a tenant refused for its rates.",
-        lambda: labels.fold({tenant.name: rates[tenant].refusals.total() for tenant in named}),
+        lambda: labels.counters("refusals", {tenant.name: rates[tenant].refusals.total() for tenant in named()}),
         ("tenant",),
         is_counter=True,
     )
 
 
 def _read_tenants(snapshot: StoreSnapshot, labels: TenantLabels, read: Callable[[TenantStats], int]) -> Values:
-    return labels.fold({name: read(stats) for name, stats in snapshot.tenants.items()})
+    return labels.gauges({name: read(stats) for name, stats in snapshot.tenants.items()})
 
 
 def _read(snapshot: StoreSnapshot, read: Callable[[StoreStats], int]) -> int:

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from hicache.backends.base import GetItem, PutItem, Usage
 from hicache.backends.events import Subscription
 from hicache.backends.store_stats import StoreStats, TenantStats
+from hicache.backends.tenant_limits import StoreLimits
 from hicache.backends.tenant_usage import TenantUsage
 from hicache.outcome import Outcome
 from hicache.workers import Job, Workers
@@ -77,6 +78,10 @@ class Store(Protocol):
 
     def resize(self, capacity_bytes: int) -> None:
         """Another capacity; raises ConfigError or BackendError and keeps the old one where it cannot be."""
+        ...
+
+    def set_limits(self, limits: StoreLimits) -> None:
+        """Other limits of tenants."""
         ...
 
     def usage(self) -> Usage:

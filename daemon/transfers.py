@@ -15,6 +15,7 @@ from hicache.backends.store_stats import Operation
 from hicache.daemon.metrics import Metrics
 from hicache.daemon.object_class import count_classes
 from hicache.daemon.sessions import Session
+from hicache.daemon.slowest import Slowest
 from hicache.daemon.storage import Storage
 from hicache.notices import Notices
 from hicache.outcome import Outcome
@@ -51,6 +52,7 @@ class Transfers:
         self._storage = storage
         self._metrics = metrics
         self._notices = Notices(logging.getLogger(__name__))
+        self.slowest = Slowest()
         self.chunk_bytes_max = min(CHUNK_BYTES_MAX, chunk_bytes_ceiling)
 
     def chunks(self, extents: Sequence[Extent]) -> deque[list[Extent]]:
@@ -87,6 +89,7 @@ class Transfers:
         outcomes = move(items)
         elapsed_s = time.perf_counter() - started_s
         moved = [item.key for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK]
+        self.slowest.note(operation, elapsed_s, lambda: [(_size_bytes(item), item.key) for item in items])
         if moved:
             self._metrics.tally.moved(operation, count_classes(moved, session.object_classes), elapsed_s)
         return outcomes
@@ -104,6 +107,10 @@ class Transfers:
             return [Outcome.IO_ERROR] * item_count
         assert len(outcomes) == item_count
         return outcomes
+
+
+def _size_bytes(item: GetItem | PutItem) -> int:
+    return len(item.target if isinstance(item, GetItem) else item.payload)
 
 
 def split_chunks(extents: Iterable[Extent], *, bytes_max: int) -> deque[list[Extent]]:

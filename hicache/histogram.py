@@ -63,6 +63,13 @@ class Histogram:
             other._counts = [now - then for now, then in zip(self._counts, before._counts, strict=True)]
         return other
 
+    def plus(self, other: Self) -> Self:
+        """All values of both."""
+        both = self.copy()
+        both.sum += other.sum
+        both._counts = [ours + theirs for ours, theirs in zip(self._counts, other._counts, strict=True)]
+        return both
+
     def quantile(self, share: float) -> float | None:
         """The value that ``share`` of all do not exceed, within its bucket by its place there; None without values.
 
