@@ -22,6 +22,7 @@ from hicache.daemon.http import CONNECTIONS_MAX, HttpServer
 from hicache.daemon.listeners import Listeners
 from hicache.daemon.memory_socket import STRANGE_QUEUE_MAX, MemorySocket
 from hicache.daemon.metrics import BackendNumbers, Metrics, Readings
+from hicache.daemon.miss_watch import MissWatch
 from hicache.daemon.page import Page
 from hicache.daemon.probes import Probes
 from hicache.daemon.rates import TenantRates
@@ -135,6 +136,13 @@ def measure_storage(metrics: Metrics, storage: Storage, opened: OpenedStore, ten
     if isinstance(opened.store, SharedStore):
         metrics.registry.register(BackendNumbers(opened.store.numbers))
     return snapshot
+
+
+def start_miss_watch(metrics: Metrics, stages: AsyncExitStack) -> None:
+    """Has the log say what clients did not get."""
+    watch = MissWatch(metrics.tally.read)
+    watch.start()
+    stages.push_async_callback(watch.stop)
 
 
 def make_sessions(config: DaemonConfig, storage: Storage, tenants: Tenants, metrics: Metrics) -> Sessions:

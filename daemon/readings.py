@@ -222,7 +222,7 @@ def tenant_readings(snapshot: StoreSnapshot, labels: TenantLabels) -> Iterator[R
     yield Reading(
         "hicache_tenant_evicted_objects",
         "Objects of a tenant that were evicted.",
-        partial(_read_tenants, snapshot, labels, lambda tenant: tenant.evictions),
+        lambda: labels.counters("evictions", {name: stats.evictions for name, stats in snapshot.tenants.items()}),
         ("tenant",),
         is_counter=True,
     )
@@ -246,14 +246,14 @@ def rate_readings(
     yield Reading(
         "hicache_tenant_rate_refusals",
         "Calls and objects of a tenant refused for its rates.",
-        lambda: labels.fold({tenant.name: rates[tenant].refusals.total() for tenant in named()}),
+        lambda: labels.counters("refusals", {tenant.name: rates[tenant].refusals.total() for tenant in named()}),
         ("tenant",),
         is_counter=True,
     )
 
 
 def _read_tenants(snapshot: StoreSnapshot, labels: TenantLabels, read: Callable[[TenantStats], int]) -> Values:
-    return labels.fold({name: read(stats) for name, stats in snapshot.tenants.items()})
+    return labels.gauges({name: read(stats) for name, stats in snapshot.tenants.items()})
 
 
 def _read(snapshot: StoreSnapshot, read: Callable[[StoreStats], int]) -> int:

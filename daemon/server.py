@@ -30,6 +30,7 @@ from hicache.daemon.parts import (
     start_bulk,
     start_http,
     start_memory_socket,
+    start_miss_watch,
     start_status,
     start_storage,
 )
@@ -113,6 +114,7 @@ class Daemon:
         opened = await recover(partial(self._opener, config, limits), stages, self._stopping)
         self._storage = storage = start_storage(config, opened, stages, self._stopping)
         self._snapshot = measure_storage(self.metrics, storage, opened, tenants)
+        start_miss_watch(self.metrics, stages)
         sessions = make_sessions(config, storage, tenants, self.metrics)
         start_memory_socket(config, listeners, sessions, self.metrics, stages)
         transfers = Transfers(storage, self.metrics, chunk_bytes_ceiling=chunk_bytes_ceiling(config))

@@ -426,6 +426,7 @@ class HiCache(CacheFront[Directory]):
         with self._changed:
             self._directory.release(self._record_of(request))
             self._pump.pump()
+        self._tell_misses()
 
     # -- the cache ---------------------------------------------------------------------------------------------------
 

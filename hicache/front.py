@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -14,6 +16,7 @@ from hicache.index import Index
 from hicache.job_times import JobNumbers
 from hicache.keys import BlockKeys, FieldValue
 from hicache.l3 import L3, TierFills, tell_fills
+from hicache.misses import MissLog, misses_of
 from hicache.node import Tier
 from hicache.policies import policy_of
 from hicache.policies.prefetch import PrefetchPolicy
@@ -42,6 +45,10 @@ class EngineReading:
     used_slots: Mapping[tuple[str, str], int]
     window: CeilingReading  # in pages
 
+
+TELL_S = 1.0  # between two looks for what the log should say
+
+_log = logging.getLogger("hicache.misses")
 
 D = TypeVar("D", bound=MeasuredDirectory)
 
@@ -76,10 +83,12 @@ class CacheFront(Generic[D]):
             self._replica.give_up()
             raise
         self._window = Ceiling(clock=clock)
+        self._misses = MissLog(clock=clock)
+        self._tell_at_s = -math.inf
         self._directory.stats.on_served = self._note_served
         self._pump = self._replica.start(self._directory, clock=clock)
         self._changed = self._pump.changed
-        tell_fills(l3, self.fills)
+        tell_fills(l3, self._fills)
 
     def tell_prefill(self, start: int, end: int, *, seconds: float) -> None:
         """The tokens ``[start, end)`` of a prompt, with all before them restored or computed, took so long to compute.
@@ -107,7 +116,7 @@ class CacheFront(Generic[D]):
                 self._window.read(),
             )
 
-    def fills(self) -> TierFills:
+    def _fills(self) -> TierFills:
         """How full L1 and L2 of this rank are; none of a tier that the cache does not hand out itself."""
         object_bytes = [sum(shard.size_bytes for shard in shards) for shards in self.spec.rank(0).shards]
         fills = {}
@@ -120,6 +129,28 @@ class CacheFront(Generic[D]):
                     fills[tier.name.lower()] = (used, arena_bytes or room)
         return fills
 
+    def _tell_misses(self, *, is_last: bool = False) -> None:
+        """Say in the log what is new. Not under the lock: whoever writes to a log may have to wait."""
+        now_s = self._clock()
+        if now_s < self._tell_at_s and not is_last:
+            return
+        with self._changed:
+            self._tell_at_s = now_s + TELL_S
+            news = self._misses.news(misses_of(self._directory.stats))
+        for miss in news:
+            level = logging.WARNING if miss.meaning.is_fault else logging.INFO
+            fields = {"kind": miss.kind, "reason": miss.reason, "count": miss.count, "unit": miss.unit}
+            _log.log(
+                level,
+                "miss: %d %s, %s %s: %s",
+                miss.count,
+                miss.unit,
+                miss.kind,
+                miss.reason,
+                miss.meaning.text,
+                extra={"hicache": fields},
+            )
+
     def _note_served(self, keys: Sequence[bytes], restored_pages: int) -> None:
         self._window.note(len(keys), keys[restored_pages:])
 
@@ -131,6 +162,7 @@ class CacheFront(Generic[D]):
             self._closed = self._pump.is_closed = True
             self._changed.notify_all()
         self._replica.close()
+        self._tell_misses(is_last=True)
 
     def __enter__(self) -> Self:
         return self

@@ -264,6 +264,7 @@ class SlotCache(CacheFront[SlotDirectory]):
         with self._changed:
             self._directory.release(self._record_of(request))
             self._pump.pump()
+        self._tell_misses()
 
     # -- the cache ---------------------------------------------------------------------------------------------------
 

@@ -161,6 +161,10 @@ def test_jobs_end_with_the_rank_that_had_them() -> None:
     assert times.read().seconds["fetch", "state"].count == 1
 
 
+def look_at(engine: SmallEngine) -> Scrape:
+    return look(scraper(engine))
+
+
 def moved(engine: SmallEngine, act: Callable[[Callable[[], None]], object]) -> set[str]:
     """Metrics of which ``act`` has changed a sample; it may have intermediate looks."""
     registry = scraper(engine)
@@ -296,7 +300,9 @@ def test_br_111_what_is_counted_of_hicached_moves(daemon: ThreadedDaemon) -> Non
         engine.serve(prompt(4))
         engine.settle()
 
-    assert {PREFIX + name for name in OF_A_DAEMON - {"l3_refusals_total"}} <= moved(engine, act)
+        assert total(look_at(engine), PREFIX + "l3_ready", rank="0") == 1
+
+    assert {PREFIX + "l3_objects_total", PREFIX + "l3_bytes_total"} <= moved(engine, act)
 
 
 def test_br_111_what_hicached_refuses_moves(start_thread: Callable[..., ThreadedDaemon], two_tenants: str) -> None:

@@ -32,12 +32,12 @@ def test_the_tiers_of_all_engines_are_summed_and_go_with_them(daemon: ThreadedDa
             for settings in ({"l1": 32, "l2": 16}, {"l1_bytes": 1 << 20, "l2": 16})
         ]
         engines[0].serve(range(4 * PAGE))
-        fills = [engine.cache.fills() for engine in engines]
+        fills = [engine.cache._fills() for engine in engines]
         assert fills[0]["l1"][0] > 0
         assert fills[1]["l1"] == (0, 1 << 20), "an arena is as large as its bytes, whatever its groups could have"
         for engine in engines:  # what is due in some seconds is told now
             session = engine.cache.l3._supervisor.wait_session(timeout_s=20)  # type: ignore[union-attr]
-            session.report(engine.cache.fills(), timeout_s=20)
+            session.report(engine.cache._fills(), timeout_s=20)
         found = tiers(daemon, engines=2)
         assert list(found) == ["l1", "l2", "l3"]
         for name in ("l1", "l2"):

@@ -1,0 +1,134 @@
+"""The dashboard and the alert rules speak of metrics and labels that there are, and the rules do what they say."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+
+import pytest
+
+from tests.daemon.conftest import ThreadedDaemon
+from tests.daemon.rig import http_get
+from tests.observability.documented import ROOT, documented_metrics
+
+MONITORING = ROOT / "monitoring"
+METRICS = documented_metrics("hicached") | documented_metrics("Engines")
+FROM_PROMETHEUS = {"instance", "job", "le"}  # labels that it adds, and the buckets of histograms
+needs_promtool = pytest.mark.skipif(shutil.which("promtool") is None, reason="promtool (Prometheus) is not installed")
+
+
+def alerts() -> dict[str, str]:
+    """The text of each rule by the name of its alert."""
+    text = (MONITORING / "alerts.yml").read_text(encoding="utf-8")
+    return {rule.split("\n", 1)[0].strip(): rule for rule in text.split("- alert:")[1:]}
+
+
+def expression_of(rule: str) -> str:
+    [found] = re.findall(r"^        expr: (.*?)^        for:", rule, flags=re.DOTALL | re.MULTILINE)
+    return str(found)
+
+
+def dashboard() -> list[str]:
+    """Every query of the dashboard."""
+    board = json.loads((MONITORING / "dashboard.json").read_text(encoding="utf-8"))
+    return [target["expr"] for panel in board["panels"] for target in panel.get("targets", ())]
+
+
+QUERIES = {name: expression_of(rule) for name, rule in alerts().items()} | {query: query for query in dashboard()}
+
+
+def base_of(name: str) -> str:
+    """The metric behind a series of a histogram."""
+    shortened = re.sub(r"_(bucket|count|sum)$", "", name)
+    return shortened if shortened in METRICS else name
+
+
+def check_query(query: str) -> None:
+    """Fails where it names what does not exist."""
+    names = re.findall(r"\b(hicache_\w+)", query)
+    assert names or 'up{job="hicached"}' in query
+    assert {base_of(name) for name in names} <= set(METRICS), query
+    for name, selectors in re.findall(r"\b(hicache_\w+)\{([^}]*)\}", query):
+        labels = set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", selectors))
+        assert labels <= {*METRICS[base_of(name)], *FROM_PROMETHEUS}, f"{name}: {labels}"
+    known = {label for name in names for label in METRICS[base_of(name)]} | FROM_PROMETHEUS
+    for grouping in re.findall(r"\b(?:by|ignoring|on|without) \(?\(([^)]*)\)", query):
+        assert {label.strip() for label in grouping.split(",")} <= known, query
+
+
+@pytest.mark.parametrize("query", QUERIES.values(), ids=[name[:60] for name in QUERIES])
+def test_every_query_is_of_metrics_and_labels_that_exist(query: str) -> None:
+    check_query(query)
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "rate(hicache_store_gone_total[5m])",
+        'hicache_ready{tenant="x"}',
+        "sum by (colour) (hicache_ready)",
+        "hicache_call_seconds_total",
+    ],
+)
+def test_a_query_of_something_else_is_found(query: str) -> None:
+    with pytest.raises(AssertionError):
+        check_query(query)
+
+
+@pytest.mark.parametrize("name", alerts())
+def test_every_alert_waits_says_what_it_is_about_and_where_to_read_on(name: str) -> None:
+    rule = alerts()[name]
+    assert re.search(r"^        for: \d+[mh]$", rule, flags=re.MULTILINE)
+    assert re.search(r"labels: \{severity: (critical|warning|info)\}", rule)
+    assert re.search(r'summary: ".{20,}"', rule)
+    assert re.search(r'description: ".{20,}"', rule)
+    assert f'runbook_url: "docs/operations.md#alert-{name.lower()}"' in rule
+
+
+def test_every_alert_has_its_place_in_the_runbook() -> None:
+    runbook = ROOT / "docs" / "operations.md"
+    if not runbook.exists():  # then the links to it in docs/metrics.md are dead, which is a failure of tests/docs
+        pytest.skip("there is no runbook")
+    text = runbook.read_text(encoding="utf-8")
+    headings = {
+        re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-")
+        for line in re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    }
+    assert {f"alert-{name.lower()}" for name in alerts()} <= headings
+
+
+def test_every_alert_is_tested_both_ways() -> None:
+    tests = (MONITORING / "alerts_test.yml").read_text(encoding="utf-8")
+    for name in alerts():
+        assert f"name: {name} fires" in tests
+        assert f"name: {name} is silent" in tests
+
+
+@needs_promtool
+def test_promtool_takes_the_rules_and_their_tests_pass() -> None:
+    for command in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts_test.yml"]):
+        done = subprocess.run(["promtool", *command], cwd=MONITORING, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_dashboard_is_one_that_grafana_takes() -> None:
+    board = json.loads((MONITORING / "dashboard.json").read_text(encoding="utf-8"))
+    ids = [panel["id"] for panel in board["panels"]]
+    assert len(ids) == len(set(ids))
+    assert all(panel["title"] for panel in board["panels"])
+    taken: set[tuple[int, int]] = set()
+    for panel in board["panels"]:
+        place = panel["gridPos"]
+        assert place["x"] + place["w"] <= 24
+        cells = {(place["x"] + x, place["y"] + y) for x in range(place["w"]) for y in range(place["h"])}
+        assert taken.isdisjoint(cells), panel["title"]
+        taken |= cells
+
+
+@needs_promtool
+def test_promtool_finds_nothing_wrong_with_the_metrics_of_hicached(daemon: ThreadedDaemon) -> None:
+    _, text = http_get(daemon.ready.http, "/metrics")
+    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stdout + done.stderr
