@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import sys
 import termios
@@ -21,6 +22,8 @@ from hicache.admin.follow import Follower
 from hicache.admin.screen import screen
 from hicache.admin.verbs import STATUS
 from hicache.cli.options import admin_options, json_option, read_token, write_json
+
+_SPECIAL_KEY = re.compile(rb"\x1b[\[O][0-9;]*[A-Za-z~]")
 
 REDRAW_S = 0.5  # also without news: the terminal may have another size
 
@@ -72,9 +75,14 @@ def _watch(admin: Admin, console: Console) -> None:
             ready, _, _ = select.select([keys, news_out], [], [], REDRAW_S)
             if news_out in ready:
                 os.read(news_out, 4096)
-            if keys in ready and os.read(keys, 16) in (b"q", b"Q", b"\x1b", b"\x03", b""):
+            if keys in ready and ends_it(os.read(keys, 4096)):
                 break
     follower.stop()  # its thread ends with the process: nothing closes the pipe that it may still write to
+
+
+def ends_it(typed: bytes) -> bool:
+    """Whether q, Escape, Ctrl-C or the end of the input is among what was typed; arrows and the like are not Escape."""
+    return not typed or any(key in b"qQ\x1b\x03" for key in _SPECIAL_KEY.sub(b"", typed))
 
 
 def _view(follower: Follower, columns: int, lines: int) -> RenderableType:

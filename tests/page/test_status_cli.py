@@ -30,6 +30,7 @@ from hicache.admin.screen import screen, size, span, spark
 from hicache.admin.status import ErrorCount, SlowObject, Status, TenantUse
 from hicache.admin.verbs import STATUS
 from hicache.cli import cli, main
+from hicache.cli.top import ends_it
 from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.raw_links import object_key
@@ -259,12 +260,21 @@ def test_top_lives_through_a_restart_takes_another_size_and_ends_on_q(
     top.resize(40, 10)
     shown = top.wait_for("L3 ")
     top.wait_for("L3 ")
-    top.press(b"x")
-    top.press(b"\x1b[A")
+    top.press(b"x\x1b[A")
     top.wait_for("L3 ")
     assert top.process.poll() is None, "an arrow is no reason to end"
     top.press(b"q")
     assert top.wait_end() == 0, shown
+
+
+@pytest.mark.parametrize("typed", [b"q", b"Q", b"\x1b", b"\x03", b"", b"x\x1b[Aq", b"\x1b[A\x1b"])
+def test_keys_that_end_top(typed: bytes) -> None:
+    assert ends_it(typed)
+
+
+@pytest.mark.parametrize("typed", [b"x", b"\x1b[A", b"\x1bOB", b"\x1b[15~", b"\x1b[1;5C\x1b[B"])
+def test_keys_that_do_not_end_top(typed: bytes) -> None:
+    assert not ends_it(typed)
 
 
 def test_ctrl_c_ends_top_as_q_does(daemon: ThreadedDaemon, terminal: Callable[..., Terminal]) -> None:
