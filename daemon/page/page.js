@@ -55,12 +55,13 @@ const figure = (value, label, className = "") =>
   make("span", `figure ${className}`, make("b", "", value), make("small", "", label));
 const orNone = (rows, text) => (rows.length ? rows : [make("li", "muted", text)]);
 
-/** A bar for a part of a whole, with words for those who do not see it. */
-function bar(label, used, limit) {
+/** A bar for a part of a whole, with words for those who do not see it. A quota that is full is trouble; a cache is not. */
+function bar(label, used, limit, isQuota) {
   const share = limit ? Math.min(1, used / limit) : 0;
   const inner = make("div");
   inner.style.width = `${share * 100}%`;
-  const outer = make("div", share >= 0.98 ? "bar bad" : share >= 0.9 ? "bar warn" : "bar", inner);
+  const colour = !isQuota || share < 0.9 ? "" : share < 0.98 ? " warn" : " bad";
+  const outer = make("div", `bar${colour}`, inner);
   outer.role = "meter";
   outer.ariaLabel = label;
   outer.ariaValueMin = "0";
@@ -85,7 +86,7 @@ function showStore({ tiers, lookups, traffic, latency }) {
     const more = tier.engines !== null ? `, ${count(tier.engines)} engines`
       : tier.objects !== null ? `, ${count(tier.objects)} objects` : "";
     const text = `${bytes(tier.used_bytes)} of ${bytes(tier.capacity_bytes)}${more}`;
-    return make("li", "", row(name, text), bar(`${name}: ${text}`, tier.used_bytes, tier.capacity_bytes));
+    return make("li", "", row(name, text), bar(`${name}: ${text}`, tier.used_bytes, tier.capacity_bytes, false));
   }), "The store is being opened."));
   fill("hits",
     figure(percent(lookups.hit_rate), `of ${count(lookups.asked)} objects found`, "first"),
@@ -106,10 +107,10 @@ function showUse({ tenants, tenant_count, sessions, namespaces, namespace_count,
   fill("tenants", ...orNone(tenants.map((tenant) => {
     const limit = tenant.quota_bytes || capacity;
     const text = `${bytes(tenant.used_bytes)} of ${bytes(limit)}${tenant.quota_bytes ? "" : ", no quota"}`;
-    const item = make("li", "", row(tenant.name, text), bar(`${tenant.name}: ${text}`, tenant.used_bytes, limit));
+    const item = make("li", "", row(tenant.name, text), bar(`${tenant.name}: ${text}`, tenant.used_bytes, limit, tenant.quota_bytes > 0));
     if (tenant.quota_objects) {
       const objects = `${count(tenant.objects)} of ${count(tenant.quota_objects)} objects`;
-      item.append(row("", objects), bar(`${tenant.name}: ${objects}`, tenant.objects, tenant.quota_objects));
+      item.append(row("", objects), bar(`${tenant.name}: ${objects}`, tenant.objects, tenant.quota_objects, true));
     }
     return item;
   }), "None yet."));

@@ -92,7 +92,7 @@ def _tiers(status: Status) -> Table:
         more += [f"{tier.engines} engines"] if tier.engines is not None else []
         used = f"{size(tier.used_bytes)} of {size(tier.capacity_bytes)}"
         name = NAMES.get(tier.name, clean(tier.name))
-        rows.append((name, bar(tier.used_bytes, tier.capacity_bytes), used, ", ".join(more)))
+        rows.append((name, bar(tier.used_bytes, tier.capacity_bytes, is_quota=False), used, ", ".join(more)))
     return _grid(rows)
 
 
@@ -122,7 +122,7 @@ def _tenants(status: Status, name_chars: int) -> list[Row]:
     return [
         (
             clean(tenant.name, name_chars),
-            bar(*_fullest_quota(tenant, capacity_bytes)),
+            bar(*_fullest_quota(tenant, capacity_bytes), is_quota=bool(tenant.quota_bytes or tenant.quota_objects)),
             f"{size(tenant.used_bytes)}{f' of {size(tenant.quota_bytes)}' if tenant.quota_bytes else ', no quota'}",
             f"{tenant.objects:,} objects",
         )
@@ -166,10 +166,10 @@ def _grid(rows: Sequence[Row]) -> Table:
     return grid
 
 
-def bar(used: float, limit: float) -> ProgressBar:
-    """A part of a whole; yellow and red near its end."""
+def bar(used: float, limit: float, *, is_quota: bool) -> ProgressBar:
+    """A part of a whole. A quota is yellow and red near its end, where a cache is as it should be."""
     share = min(1.0, used / limit) if limit else 0.0
-    colour = "red" if share >= 0.98 else "yellow" if share >= 0.9 else "cyan"
+    colour = "cyan" if not is_quota or share < 0.9 else "yellow" if share < 0.98 else "red"
     return ProgressBar(100, 100 * share, width=BAR_COLUMNS, complete_style=colour, finished_style=colour)
 
 
