@@ -44,7 +44,7 @@ class EventHub:
 
     @property
     def is_full(self) -> bool:
-        """Whether one more subscriber would be too many, or none is taken any more."""
+        """Whether one more subscriber would be too many, or none is taken any more. Ask right before ``serve``."""
         return self._is_closed or len(self._subscribers) >= SUBSCRIBERS_MAX
 
     def publish(self, kind: str, document: bytes) -> None:
@@ -61,12 +61,13 @@ class EventHub:
     async def serve(self, request: web.Request, *first: bytes) -> web.StreamResponse:
         """Sends ``first``, and then what is published until the client goes, is dropped, or the hub is closed."""
         response = web.StreamResponse(headers=HEADERS)
-        await response.prepare(request)
-        assert request.transport is not None, "a prepared response has a transport"
+        if request.transport is None:  # the client has gone
+            return response
         subscriber = _Subscriber(request.transport, deque((b"retry: %d\n\n" % RETRY_MS, *first)))
         self._subscribers.add(subscriber)
         try:
             with contextlib.suppress(ClientConnectionError, ConnectionError):
+                await response.prepare(request)
                 await self._send_all(subscriber, response)
         finally:
             self._subscribers.discard(subscriber)

@@ -72,8 +72,9 @@ class StatusFeed:
         return self.reporter.history()
 
     async def _events(self, _: Call[None], request: web.Request) -> web.StreamResponse:
+        first = encode_event("status", msgspec.json.encode(await self.reporter.status()))
         if self.hub.is_full:
             raise AdminError(
                 503, f"events have {SUBSCRIBERS_MAX} subscribers, which is the most; close one, or ask /v1/status"
             )
-        return await self.hub.serve(request, encode_event("status", msgspec.json.encode(await self.reporter.status())))
+        return await self.hub.serve(request, first)
