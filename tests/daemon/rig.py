@@ -121,7 +121,8 @@ class DaemonThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="test-daemon")
         self._thread.start()
-        self.daemon = Daemon(self.config, environment={}, opener=opener)
+        self.daemon = Daemon(self.config, environment={}, opener=opener, reread=lambda: self.next_config)
+        self.next_config = self.config  # what a reload finds
         self.stopped_clean: bool | None = None
         try:
             self.ready: Ready = self._run(self.daemon.start())
@@ -136,6 +137,15 @@ class DaemonThread:
     def metric(self, name: str, **labels: str) -> float:
         """The current value of a metric; 0 where it has not moved yet."""
         return self.daemon.metrics.registry.get_sample_value(name, labels) or 0.0
+
+    def begin_drain(self) -> None:
+        async def begin() -> None:
+            self.daemon.drain.begin(within_s=START_S)
+
+        self._run(begin())
+
+    def reload(self) -> Any:  # Any: hicache.admin.lifecycle.ReloadAnswer
+        return self._run(self.daemon.reloader.reload())
 
     def stop(self) -> None:
         if self.stopped_clean is None:
