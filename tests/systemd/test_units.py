@@ -11,7 +11,7 @@ import pytest
 
 from hicache.daemon.config import DaemonConfig, load_config
 from hicache.daemon.listeners import NAMES
-from hicache.daemon.process_limits import files_needed
+from hicache.daemon.process_limits import FILES_MIN, files_needed
 from tests.systemd.manager import HAS_ANALYZE, ROOT, unit_directives
 
 # Of 10; what is left is that it runs in the host's root folder, may use Unix sockets, sees /proc/sys and other users.
@@ -119,3 +119,18 @@ def test_the_limit_on_files_is_enough_for_the_sessions_that_it_names() -> None:
     named = re.search(r"enough for sessions_max = (\d+)", unit.read_text(encoding="utf-8"))
     assert named
     assert files_needed(DaemonConfig(sessions_max=int(named[1]))) <= int(limit)
+
+
+def test_what_the_docs_say_of_the_units_is_in_them() -> None:
+    docs = (ROOT / "docs/hicached.md").read_text(encoding="utf-8").partition("\n## systemd\n")[2]
+    texts = {path.name: path.read_text(encoding="utf-8") for path in (ROOT / "systemd").iterdir()}
+    said = re.findall(r"`((?:WatchdogSec|LimitNOFILE|Type|LoadCredential)=[^` ]+)`", docs)
+    assert {word.partition("=")[0] for word in said} == {"WatchdogSec", "LimitNOFILE", "Type", "LoadCredential"}
+    for word in said:
+        assert word in texts["hicached.service"] or word in ("Type=notify-reload",), word
+    [group] = unit_directives(ROOT / "systemd/hicached.socket", "SocketGroup")
+    assert f"usermod -aG {group} ENGINE_USER" in docs
+    assert f"g {group} -" in texts["hicached.sysusers"]
+    assert f"{EXPOSURE_MAX} of 10" in docs
+    assert f"fewer than {FILES_MIN}" in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
+    assert f"less than {FILES_MIN}" in docs
