@@ -21,9 +21,10 @@ log = structlog.get_logger("hicache.daemon")
 def files_needed(config: DaemonConfig) -> int:
     """Descriptors when every session has all that it may have, and strangers at every socket, too.
 
-    A session has a connection, connections of the bulk socket and regions; the file backend opens one for each thread.
+    A session has a connection, which takes three where it is relayed, connections of the bulk socket and regions; the
+    file backend opens files for each thread.
     """
-    per_session = 1 + BULK_CONNECTIONS_PER_SESSION_MAX + REGIONS_PER_SESSION_MAX
+    per_session = 3 + BULK_CONNECTIONS_PER_SESSION_MAX + REGIONS_PER_SESSION_MAX
     return FILES_MIN + config.sessions_max * per_session + 4 * config.io_threads
 
 

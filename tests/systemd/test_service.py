@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -13,7 +14,12 @@ from pathlib import Path
 
 import grpc
 import pytest
+import structlog
 
+from hicache.daemon.config import DaemonConfig, load_config
+from hicache.daemon.process_limits import check_limits, files_needed
+from hicache.daemon.service_manager import ServiceManager
+from hicache.errors import ConfigError
 from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
 from tests.daemon.client import Client, refusal_code
@@ -166,12 +172,18 @@ class TestWatchdog:
         manager.hear_until(lambda message: message.get("WATCHDOG") == "1")
 
     @pytest.mark.parametrize(
-        "environment", [{}, {"WATCHDOG_USEC": "300000", "WATCHDOG_PID": "1"}], ids=["none", "other"]
+        ("environment", "watchdog_s"),
+        [
+            ({"WATCHDOG_USEC": "30000000"}, 30.0),
+            ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": str(os.getpid())}, 30.0),
+            ({"WATCHDOG_USEC": "30000000", "WATCHDOG_PID": "1"}, 0.0),
+            ({"WATCHDOG_USEC": "soon"}, 0.0),
+            ({}, 0.0),
+        ],
+        ids=["ours", "ours by pid", "of another", "nonsense", "none"],
     )
-    def test_nobody_is_fed_who_does_not_want_it(self, manager: Manager, environment: dict[str, str]) -> None:
-        manager.start(environment=environment)
-        manager.wait_ready()
-        assert manager.is_silent(for_s=0.3)
+    def test_who_wants_it(self, environment: dict[str, str], watchdog_s: float) -> None:
+        assert ServiceManager(environment).watchdog_s == watchdog_s
 
 
 class TestCredentials:
@@ -184,28 +196,27 @@ class TestCredentials:
         with Client(f"unix:{manager.folder}/s.sock", token=TOKEN) as client:
             assert client.welcome.tenant == "alice"
 
-    @pytest.mark.parametrize("name", ["nothing", "../tenants", ""])
-    def test_one_that_was_not_passed_stops_the_start(self, manager: Manager, name: str) -> None:
-        (manager.folder / "tenants").write_text(f"alice {TOKEN}\n")
-        credentials = manager.folder / "credentials"
-        credentials.mkdir()
-        manager.start(tenants_file=f"credential:{name}", environment={"CREDENTIALS_DIRECTORY": str(credentials)})
-        assert manager.wait_end() == 2
-        assert "LoadCredential=" in manager.log
-        assert "Traceback" not in manager.log
+    @pytest.mark.parametrize("name", ["nothing", "../tenants", "", "."])
+    def test_one_that_was_not_passed_stops_the_start(self, tmp_path: Path, name: str) -> None:
+        (tmp_path / "tenants").write_text(f"alice {TOKEN}\n")
+        (tmp_path / "credentials").mkdir()
+        flags = {"tenants_file": f"credential:{name}", "socket": str(tmp_path / "s")}
+        for environment in ({"CREDENTIALS_DIRECTORY": str(tmp_path / "credentials")}, {}):
+            with pytest.raises(ConfigError, match="LoadCredential="):
+                load_config(None, flags, environment)
 
 
 class TestRestrictions:
     @pytest.mark.skipif(not has_seccomp(), reason="systemd-analyze and libseccomp2 are needed: apt-get install systemd")
-    @pytest.mark.parametrize("backend", ["lmdb", "file"])
-    def test_it_does_everything_under_the_filter_of_its_unit(self, manager: Manager, backend: str) -> None:
+    @pytest.mark.parametrize(("backend", "starts"), [("lmdb", 2), ("file", 1)])
+    def test_it_does_everything_under_the_filter_of_its_unit(self, manager: Manager, backend: str, starts: int) -> None:
         manager.listen_unix()
         http_address = manager.listen("127.0.0.1:0")
         listen, bulk = manager.listen("127.0.0.1:0"), manager.listen("127.0.0.1:0")
         [families] = unit_directives(SERVICE, "RestrictAddressFamilies")
         settings = manager.folder / "hicached.toml"
         settings.write_text('capacity_bytes = "64MiB"\n')
-        for _ in range(2):
+        for _ in range(starts):
             manager.start(
                 allowed_calls=allowed_calls(SERVICE),
                 families=families.split(),
@@ -278,19 +289,23 @@ def holds_signals(manager: Manager) -> bool:
     return bool(int(blocked.split()[1], 16) & 1 << (signal.SIGHUP - 1))
 
 
-def test_a_limit_on_open_files_that_is_too_low_is_told(manager: Manager, tmp_path: Path) -> None:
-    for limit, code, words in ((100, 2, "LimitNOFILE="), (700, 0, "below what the sessions may need")):
-        command = f"ulimit -n {limit} && exec {sys.executable} -m hicache.daemon --socket={manager.folder}/s.sock "
-        command += f"--path={manager.folder}/store --capacity-bytes=64MiB --free-space-floor-bytes=0 --http="
-        with (tmp_path / "log").open("wb") as log:
-            process = subprocess.Popen(
-                ["bash", "-c", command],
-                stdout=log,
-                stderr=log,
-                env=os.environ | {"NOTIFY_SOCKET": f"{manager.folder}/notify"},
-            )
-        if code == 0:
-            manager.wait_ready()
-            process.terminate()
-        assert process.wait(30) == code
-        assert words in (tmp_path / "log").read_text()
+def test_a_limit_on_open_files_that_is_far_too_low_stops_the_start(manager: Manager) -> None:
+    command = f"ulimit -n 100 && exec {sys.executable} -m hicache.daemon --socket={manager.folder}/s.sock"
+    result = subprocess.run(["bash", "-c", command], capture_output=True, text=True)
+    assert result.returncode == 2
+    assert "LimitNOFILE=" in result.stderr
+    assert "ulimit -n" in result.stderr
+
+
+def test_limits_that_may_not_do_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    limits = {resource.RLIMIT_NOFILE: 700, resource.RLIMIT_MEMLOCK: 1 << 16}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (limits[which], limits[which]))
+    rdma = DaemonConfig(backend="mooncake", mooncake_master="10.0.0.1:1", mooncake_protocol="rdma")
+    with structlog.testing.capture_logs() as told:
+        check_limits(rdma)
+    assert [line["log_level"] for line in told] == ["warning"] * 2
+    assert ["LimitNOFILE=" in told[0]["event"], "LimitMEMLOCK=" in told[1]["event"]] == [True] * 2
+    limits[resource.RLIMIT_NOFILE] = files_needed(DaemonConfig())
+    with structlog.testing.capture_logs() as told:
+        check_limits(DaemonConfig())
+    assert told == []
