@@ -40,7 +40,7 @@ def check_limits(config: DaemonConfig) -> None:
 
     Raises ConfigError where the daemon could not serve even a few.
     """
-    files, needed = _raise_open_files(), files_needed(config)
+    files, needed = raise_open_files_limit(), files_needed(config)
     if files < FILES_MIN:
         expected = f"at least {FILES_MIN}, and {needed} for sessions_max = {config.sessions_max}: LimitNOFILE={needed}"
         raise ConfigError("limit on open files", files, f"{expected} in the unit, or ulimit -n {needed}")
@@ -60,7 +60,8 @@ def check_limits(config: DaemonConfig) -> None:
         )
 
 
-def _raise_open_files() -> int:
+def raise_open_files_limit() -> int:
+    """Raises the soft limit of this process to the hard one; returns it. A limit that cannot be raised stays."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return soft
