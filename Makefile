@@ -15,11 +15,11 @@ comma := ,
 PYTHON ?= $(shell for python in python3.11 python3; do \
 	$$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$python && break; done)
 
-.PHONY: help setup run test check mooncake mooncake-setup engines engines-setup stubs format clean \
+.PHONY: help setup run test check mooncake mooncake-setup engines engines-setup install-systemd uninstall-systemd stubs format clean \
 	$(ENGINES:%=engines-%) $(ENGINES:%=engines-setup-%)
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-8s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  make %-17s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 # $(call make_venv,FOLDER): an empty environment.
 define make_venv
@@ -92,6 +92,31 @@ $(ENGINES:%=engines-setup-%): engines-setup-%: .venv-%/.stamp
 		echo "$* CANNOT BE TESTED: a wheel of $< cannot be had here; see above" >&2; exit 1; }
 	@.venv-$*/bin/python -m pip install -qq --no-deps --no-build-isolation --editable .
 	@touch $@
+
+# Where `make install-systemd` puts units, for packages with DESTDIR, and the hicached that they start.
+PREFIX ?= /usr/local
+SYSCONFDIR ?= /etc
+UNITDIR ?= $(PREFIX)/lib/systemd/system
+DOCDIR ?= $(PREFIX)/share/doc/hicache
+HICACHED ?= $(PREFIX)/bin/hicached
+UNITS := hicached.service hicached.socket hicached@.service hicached@.socket
+install_unit = sed -e 's|@HICACHED@|$(HICACHED)|g' -e 's|@SYSCONFDIR@|$(SYSCONFDIR)|g' -e 's|@DOCDIR@|$(DOCDIR)|g' \
+	systemd/$(1) | install -D -m 0644 /dev/stdin '$(DESTDIR)$(2)'
+
+install-systemd: ## Install the units, users and folders of hicached; DESTDIR=, PREFIX=/usr/local, HICACHED=
+	@case '$(HICACHED)' in /home/*|/root/*) echo "$(HICACHED): the unit hides /home and /root; install hicache elsewhere" >&2; exit 1;; esac
+	@[ -n '$(DESTDIR)' ] || [ -x '$(HICACHED)' ] || { \
+		echo "$(HICACHED) is not there: say HICACHED=/path/to/hicached (command -v hicached)" >&2; exit 1; }
+	@$(foreach unit,$(UNITS),$(call install_unit,$(unit),$(UNITDIR)/$(unit)) &&) true
+	@$(call install_unit,hicached.sysusers,$(PREFIX)/lib/sysusers.d/hicached.conf)
+	@$(call install_unit,hicached.tmpfiles,$(PREFIX)/lib/tmpfiles.d/hicached.conf)
+	@install -D -m 0644 docs/hicached.md '$(DESTDIR)$(DOCDIR)/hicached.md'
+	@[ -e '$(DESTDIR)$(SYSCONFDIR)/hicached.toml' ] || $(call install_unit,hicached.toml,$(SYSCONFDIR)/hicached.toml)
+	@echo "next: systemd-sysusers && systemd-tmpfiles --create && systemctl daemon-reload && systemctl enable --now hicached"
+
+uninstall-systemd: ## Remove what install-systemd installed, but for the configuration and what is stored
+	@rm -f $(UNITS:%='$(DESTDIR)$(UNITDIR)/%') '$(DESTDIR)$(PREFIX)/lib/sysusers.d/hicached.conf' \
+		'$(DESTDIR)$(PREFIX)/lib/tmpfiles.d/hicached.conf' '$(DESTDIR)$(DOCDIR)/hicached.md'
 
 stubs: setup ## Regenerate the gRPC stubs in hicache/wire/
 	@$(BIN)/python tools/stubs.py

@@ -41,11 +41,11 @@ def main(config_file: str | None, print_config: bool, **flags: str | None) -> No
     Exits with 0 after a clean stop (SIGTERM), 2 for a wrong setting, 1 when the storage or the socket cannot be used.
     """
     try:
-        config = load_config(config_file, flags)
+        config = load_config(config_file, flags, os.environ)
         if print_config:
             click.echo(to_toml(config), nl=False)
             return
-        stopped_clean = _run(config, partial(load_config, config_file, flags))
+        stopped_clean = _run(config, partial(load_config, config_file, flags, os.environ))
     except ConfigError as error:
         _fail(str(error), EXIT_CONFIG)
     except BackendError as error:

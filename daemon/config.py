@@ -9,6 +9,7 @@ import os
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from hicache.backends.file_settings import DIRECT_READS, FileSettings
@@ -22,12 +23,14 @@ from hicache.daemon.settings import (
     count,
     file_mode,
     file_path,
+    find_credential,
     flag,
     number,
     parse_address,
     parse_tcp,
     remote_address,
     required_path,
+    secret_file,
     size,
     socket_path,
     tcp_address,
@@ -51,6 +54,8 @@ _AT_MOST = (
 )
 
 T = TypeVar("T")
+
+NO_ENVIRONMENT: Mapping[str, str] = MappingProxyType({})
 
 
 def _setting(default: T, parse: Callable[[str, object], object], description: str) -> T:
@@ -95,7 +100,9 @@ class DaemonConfig:
     mooncake_ram_bytes: int = _setting(GIB, size(0), "memory for what is read again and again; 0: none")
     mooncake_protocol: str = _setting("tcp", choice(*PROTOCOLS), "how bytes travel between the nodes")
     mooncake_devices: str = _setting("", text, "network cards for rdma, separated by commas; empty: all")
-    tenants_file: str = _setting("", file_path, "tenants and their tokens; empty: one tenant, default, without a token")
+    tenants_file: str = _setting(
+        "", secret_file, "tenants and their tokens; empty: one tenant, default, without a token"
+    )
     quota_bytes: int = _setting(0, PARSERS["quota_bytes"], "space of each tenant, as stored; 0: no quota")
     quota_objects: int = _setting(0, PARSERS["quota_objects"], "objects of each tenant; 0: no quota")
     ttl_s: float = _setting(0.0, PARSERS["ttl_s"], "how long an unused object is kept; 0: until it is evicted")
@@ -220,8 +227,12 @@ def describe(name: str) -> str:
     return str(FIELDS[name].metadata["description"])
 
 
-def load_config(file: str | None, flags: Mapping[str, object]) -> DaemonConfig:
+def load_config(
+    file: str | None, flags: Mapping[str, object], environment: Mapping[str, str] = NO_ENVIRONMENT
+) -> DaemonConfig:
     """Settings from ``file`` (None: none), overridden by ``flags`` (values of None are absent), checked.
+
+    ``environment`` tells where the service manager has put credentials.
 
     Raises ConfigError with the setting, the value and what would be right.
     """
@@ -233,6 +244,8 @@ def load_config(file: str | None, flags: Mapping[str, object]) -> DaemonConfig:
             raise ConfigError(name, value, _known_settings(name))
         parse: Parser = FIELDS[name].metadata["parse"]
         values[name] = parse(name, value)
+        if parse is secret_file:
+            values[name] = find_credential(name, values[name], environment)
     config = _fit_defaults(DaemonConfig(**values), given=frozenset(values))
     _check_together(config)
     return config

@@ -21,9 +21,10 @@ log = structlog.get_logger("hicache.daemon")
 def files_needed(config: DaemonConfig) -> int:
     """Descriptors when every session has all that it may have, and strangers at every socket, too.
 
-    A session has a connection, connections of the bulk socket and regions; the file backend opens one for each thread.
+    A session has a connection, which takes three where it is relayed, connections of the bulk socket and regions; the
+    file backend opens files for each thread.
     """
-    per_session = 1 + BULK_CONNECTIONS_PER_SESSION_MAX + REGIONS_PER_SESSION_MAX
+    per_session = 3 + BULK_CONNECTIONS_PER_SESSION_MAX + REGIONS_PER_SESSION_MAX
     return FILES_MIN + config.sessions_max * per_session + 4 * config.io_threads
 
 
@@ -39,7 +40,7 @@ def check_limits(config: DaemonConfig) -> None:
 
     Raises ConfigError where the daemon could not serve even a few.
     """
-    files, needed = _raise_open_files(), files_needed(config)
+    files, needed = raise_open_files_limit(), files_needed(config)
     if files < FILES_MIN:
         expected = f"at least {FILES_MIN}, and {needed} for sessions_max = {config.sessions_max}: LimitNOFILE={needed}"
         raise ConfigError("limit on open files", files, f"{expected} in the unit, or ulimit -n {needed}")
@@ -59,7 +60,8 @@ def check_limits(config: DaemonConfig) -> None:
         )
 
 
-def _raise_open_files() -> int:
+def raise_open_files_limit() -> int:
+    """Raises the soft limit of this process to the hard one; returns it. A limit that cannot be raised stays."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == hard:
         return soft

@@ -6,7 +6,7 @@ import ipaddress
 import math
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -14,6 +14,8 @@ from hicache.backends.mooncake_settings import split_address
 from hicache.errors import ConfigError
 
 Parser: TypeAlias = Callable[[str, object], object]
+
+CREDENTIAL = "credential:"
 
 UNIX_PATH_BYTES_MAX = 100  # the kernel takes 107; the memory socket's name is a little longer than the main one
 
@@ -69,6 +71,34 @@ def file_path(name: str, value: object) -> str:
     """A path, made absolute; empty stays empty."""
     path = text(name, value)
     return os.path.abspath(path) if path else ""
+
+
+def secret_file(name: str, value: object) -> str:
+    """A path as ``file_path``, or ``credential:NAME``: what the service manager passed under that name.
+
+    That is a file in the folder that $CREDENTIALS_DIRECTORY names (LoadCredential=, LoadCredentialEncrypted=).
+    """
+    given = text(name, value)
+    credential = given.removeprefix(CREDENTIAL)
+    if credential == given:
+        return file_path(name, value)
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", credential):
+        raise ConfigError(name, value, f"a path, or {CREDENTIAL} and the name in LoadCredential=, such as tenants")
+    return given
+
+
+def find_credential(name: str, value: str, environment: Mapping[str, str]) -> str:
+    """The path of the file that a setting of ``secret_file`` means. Raises ConfigError where nothing was passed."""
+    credential = value.removeprefix(CREDENTIAL)
+    if credential == value:
+        return value
+    folder = environment.get("CREDENTIALS_DIRECTORY", "")
+    path = os.path.join(folder, credential)
+    if not folder or not os.path.isfile(path):
+        had = ", ".join(sorted(os.listdir(folder))) if os.path.isdir(folder) else "none"
+        expected = f"LoadCredential={credential}:/path/of/the/file in the unit; the credentials are: {had}"
+        raise ConfigError(name, value, expected)
+    return path
 
 
 def required_path(name: str, value: object) -> str:

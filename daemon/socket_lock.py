@@ -17,6 +17,10 @@ from hicache.errors import ConfigError, StorageInUse
 CONNECT_TIMEOUT_S = 1.0
 
 _HOLDER_BYTES_MAX = 4096
+_WHAT_WOULD_DO = {
+    errno.EADDRINUSE: "a free port",
+    errno.EAFNOSUPPORT: "an address that hicached.socket passes (ListenStream=): this service may make no TCP sockets",
+}
 
 
 class SocketLock:
@@ -113,10 +117,10 @@ def listen_tcp(setting: str, host: str, port: int, *, backlog: int) -> socket.so
 def check_tcp_free(setting: str, host: str, port: int) -> None:
     """Raises ConfigError where a TCP address cannot be bound. gRPC alone may settle for half of a wildcard address."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    with socket.socket(family, socket.SOCK_STREAM) as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
+    try:
+        with socket.socket(family, socket.SOCK_STREAM) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind((host, port))
-        except OSError as error:
-            kind = "a free port" if error.errno == errno.EADDRINUSE else "an address of this machine"
-            raise ConfigError(setting, f"{host}:{port}", f"{kind} ({error.strerror})") from error
+    except OSError as error:
+        kind = _WHAT_WOULD_DO.get(error.errno or 0, "an address of this machine")
+        raise ConfigError(setting, f"{host}:{port}", f"{kind} ({error.strerror})") from error

@@ -121,7 +121,8 @@ class DaemonThread:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="test-daemon")
         self._thread.start()
-        self.daemon = Daemon(self.config, environment={}, opener=opener)
+        self.daemon = Daemon(self.config, environment={}, opener=opener, reread=lambda: self.next_config)
+        self.next_config = self.config  # what a reload finds
         self.stopped_clean: bool | None = None
         try:
             self.ready: Ready = self._run(self.daemon.start())
@@ -144,6 +145,15 @@ class DaemonThread:
             step()
 
         self._run(take())
+
+    def begin_drain(self) -> None:
+        async def begin() -> None:
+            self.daemon.drain.begin(within_s=START_S)
+
+        self._run(begin())
+
+    def reload(self) -> Any:  # Any: hicache.admin.lifecycle.ReloadAnswer
+        return self._run(self.daemon.reloader.reload())
 
     def stop(self) -> None:
         if self.stopped_clean is None:

@@ -25,7 +25,7 @@ import pytest
 
 from hicache.daemon.bulk_calls import IDLE_STAGING_SHARE
 from hicache.daemon.config import DaemonConfig
-from hicache.daemon.open_files import raise_open_files_limit
+from hicache.daemon.process_limits import raise_open_files_limit
 from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.bulk import BULK_REQUEST, BulkKind
