@@ -73,13 +73,10 @@ class Reloader:
             self._manager.reloading()
             try:
                 answer = await self._reload()
-            except (ConfigError, BackendError, OSError) as error:
-                log.error("nothing was reloaded", reason=str(error))
-                self._manager.ready(f"serving clients; the last reload failed: {error}")
-                raise
             except Exception as error:
-                log.exception("nothing was reloaded")
-                self._manager.ready(f"serving clients; the last reload failed: {error!r}")
+                is_expected = isinstance(error, ConfigError | BackendError | OSError)
+                log.error("nothing was reloaded", reason=str(error) or repr(error), exc_info=not is_expected)
+                self._manager.ready(f"serving clients; the last reload failed: {error}")
                 raise
             self._manager.ready("serving clients")
             log.info("reloaded", changed=answer.changed, needs_restart=answer.needs_restart)

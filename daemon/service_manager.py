@@ -26,23 +26,23 @@ class ServiceManager:
 
     def ready(self, status: str) -> None:
         """The start, or a reload, is done."""
-        self._tell("READY=1", f"STATUS={status}")
+        self._tell("READY=1", _status(status))
 
     def reloading(self) -> None:
         """A reload begins; ``ready`` ends it. The time tells which request is answered."""
-        self._tell("RELOADING=1", f"MONOTONIC_USEC={round(self._clock() * 1e6)}", "STATUS=reloading")
+        self._tell("RELOADING=1", f"MONOTONIC_USEC={round(self._clock() * 1e6)}", _status("reloading"))
 
     def stopping(self, status: str, *, within_s: float) -> None:
         """The stop begins, and may take so long."""
-        self._tell("STOPPING=1", _extension(within_s), f"STATUS={status}")
+        self._tell("STOPPING=1", _extension(within_s), _status(status))
 
     def status(self, text: str) -> None:
         """One line for people."""
-        self._tell(f"STATUS={text}")
+        self._tell(_status(text))
 
     def busy(self, status: str, *, within_s: float) -> None:
         """A start or stop goes on: it is not late if it is done, or says this again, within the time."""
-        self._tell(_extension(within_s), f"STATUS={status}")
+        self._tell(_extension(within_s), _status(status))
 
     def alive(self) -> None:
         """Feeds the watchdog."""
@@ -70,6 +70,11 @@ def _watchdog_s(environment: Mapping[str, str]) -> float:
     if not wanted_us.isdecimal() or (pid and pid != str(os.getpid())):
         return 0.0
     return int(wanted_us) / 1e6
+
+
+def _status(text: str) -> str:
+    """One line, whatever the text has: what follows a line break would be taken for something that is told, too."""
+    return f"STATUS={' '.join(text.split())}"
 
 
 def _extension(within_s: float) -> str:

@@ -158,6 +158,11 @@ class TestNotify:
             client.stub.Lease(pb.LeaseRequest(session_secret=client.secret, lease_id=lease), timeout=CALL_S)
         assert manager.wait_end() == 0, manager.log
 
+    def test_a_text_with_line_breaks_is_one_line(self, manager: Manager) -> None:
+        told = ServiceManager({"NOTIFY_SOCKET": str(manager.folder / "notify")})
+        told.status("an error\nREADY=1\r\nof two lines")
+        assert manager.hear() == {"STATUS": "an error READY=1 of two lines"}
+
 
 class TestWatchdog:
     def test_it_is_fed_while_requests_are_served_and_not_when_the_process_stands_still(self, manager: Manager) -> None:
