@@ -69,8 +69,14 @@ class OpenTelemetryTracer:
 
         self._context = context
         self._kinds = trace.SpanKind
+        self._get_provider, self._proxy = trace.get_tracer_provider, trace.ProxyTracerProvider
         self._tracer = trace.get_tracer("hicache")
         self._propagator = TraceContextTextMapPropagator()
+
+    @property
+    def has_provider(self) -> bool:
+        """Whether the process has one: without it, spans would cost 10 us each, and go nowhere."""
+        return not isinstance(self._get_provider(), self._proxy)
 
     def span(self, name: str, *, is_server: bool = False) -> AbstractContextManager[Span]:
         """A span around the block, within the one that is current."""
@@ -108,13 +114,21 @@ class OpenTelemetryTracer:
         return ((TRACEPARENT, carrier[TRACEPARENT]),) if TRACEPARENT in carrier else ()
 
 
-@cache
 def tracer() -> NoTracer | OpenTelemetryTracer:
-    """That of this process."""
+    """That of this process: of the provider that it has set up, if it has."""
+    api = _api()
+    return api if isinstance(api, OpenTelemetryTracer) and api.has_provider else _NO_TRACER
+
+
+@cache
+def _api() -> NoTracer | OpenTelemetryTracer:
     try:
         return OpenTelemetryTracer()
     except ImportError:
-        return NoTracer()
+        return _NO_TRACER
+
+
+_NO_TRACER = NoTracer()
 
 
 class Traced(Protocol):

@@ -14,7 +14,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
-from hicache.tracing import NoTracer, OpenTelemetryTracer, tracer
+from hicache.tracing import NoTracer, OpenTelemetryTracer, _api, tracer
 from tests.core.memory_l3 import MemoryL3
 from tests.core.small_engine import ATTENTION, HYBRID, PAGE, SmallEngine, fill, prompt
 from tests.daemon.conftest import ThreadedDaemon
@@ -28,9 +28,10 @@ def spans(monkeypatch: pytest.MonkeyPatch) -> Iterator[InMemorySpanExporter]:
     provider = TracerProvider()
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     monkeypatch.setattr(trace, "get_tracer", provider.get_tracer)
-    tracer.cache_clear()
+    monkeypatch.setattr(trace, "get_tracer_provider", lambda: provider)
+    _api.cache_clear()
     yield exporter
-    tracer.cache_clear()
+    _api.cache_clear()
 
 
 @pytest.fixture
@@ -135,6 +136,11 @@ def test_without_the_api_nothing_is_traced_and_everything_works() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "ok\n", done.stderr
+
+
+def test_without_a_provider_nothing_is_traced() -> None:
+    assert not tracer().is_on
+    assert isinstance(_api(), OpenTelemetryTracer), "the API is there"
 
 
 def test_no_tracer_makes_no_object() -> None:
