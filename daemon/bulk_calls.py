@@ -23,6 +23,7 @@ from hicache.daemon.staging import Staging
 from hicache.daemon.streams import StreamReceiver, StreamSender
 from hicache.daemon.transfers import Transfers
 from hicache.outcome import Outcome
+from hicache.tracing import tracer
 from hicache.wire.bulk import (
     BULK_ACCEPTED,
     BULK_NUMBER_BYTES,
@@ -84,6 +85,7 @@ class BulkCalls:
         self._sessions = sessions
         self._transfers = transfers
         self._metrics = metrics
+        self._tracer = tracer()
         self._staging = Staging(idle_bytes_max=config.inflight_bytes_max // IDLE_STAGING_SHARE)
 
     def serve(self, connection: BulkConnection, session: Session) -> None:
@@ -110,7 +112,11 @@ class BulkCalls:
                 request = _read_header(bytes(header))
             except Refusal as refusal:
                 self._refuse(connection, refusal)
-            with self._metrics.tally.call(METHODS[request.kind]) as result:
+            method = METHODS[request.kind]
+            with (
+                self._tracer.span(f"hicached.{method}", is_server=True) as span,
+                self._metrics.tally.call(method) as result,
+            ):
                 try:
                     self._answer(request, connection, session)
                 except Refusal as refusal:
@@ -122,6 +128,8 @@ class BulkCalls:
                 except Exception:
                     result.name = "error"
                     raise
+                finally:
+                    span.set_attributes({"hicached.result": result.name, "hicached.keys": request.key_count})
 
     def _answer(self, request: _Request, connection: BulkConnection, session: Session) -> None:
         check_key_count(request.key_count, self._config)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Never, Protocol
 
@@ -14,6 +14,7 @@ import structlog
 from hicache.daemon.call_tally import LASTING_METHODS
 from hicache.daemon.metrics import Metrics
 from hicache.daemon.refusals import Refusal
+from hicache.tracing import NoTracer, Span, tracer
 
 # Part of the client's time is kept for the way back, so that an answer with outcomes arrives instead of a bare
 # DEADLINE_EXCEEDED: a tenth of it, within these bounds.
@@ -45,6 +46,10 @@ class CallContext(Protocol):
         """Seconds until the client gives up."""
         ...
 
+    def invocation_metadata(self) -> Sequence[tuple[str, str | bytes]] | None:
+        """What the client has sent beside its message."""
+        ...
+
     def peer(self) -> str:
         """Where the client is: ``unix:...`` or ``ipv4:...``."""
         ...
@@ -55,13 +60,14 @@ class Calls:
 
     def __init__(self, metrics: Metrics, *, call_timeout_s_max: float) -> None:
         self._metrics = metrics
+        self._tracer = tracer()
         self._call_timeout_s_max = call_timeout_s_max
         self.active_count = 0  # without LASTING_METHODS
 
     @asynccontextmanager
     async def frame(self, method: str, context: CallContext) -> AsyncIterator[float]:
         """Runs one call; gives its deadline on the event loop's clock. Refusals become typed statuses."""
-        with self._metrics.tally.call(method) as result, self._counted(method):
+        with self._span(method, context) as span, self._metrics.tally.call(method) as result, self._counted(method):
             try:
                 yield deadline_after(context.time_remaining(), self._call_timeout_s_max)
             except Refusal as refusal:
@@ -83,6 +89,21 @@ class Calls:
                 result.name = "error"
                 log.exception("call failed", method=method)
                 await _end(context, grpc.StatusCode.INTERNAL, "hicached failed; see its log")
+            finally:
+                span.set_attributes({"hicached.result": result.name})
+
+    @contextmanager
+    def _span(self, method: str, context: CallContext) -> Iterator[Span]:
+        """Within the client's own span, if it has told of one; none for calls that last."""
+        if not self._tracer.is_on or method in LASTING_METHODS:
+            with NoTracer().span(method) as nothing:
+                yield nothing
+            return
+        with (
+            self._tracer.from_peer(context.invocation_metadata() or ()),
+            self._tracer.span(f"hicached.{method}", is_server=True) as span,
+        ):
+            yield span
 
     @contextmanager
     def _counted(self, method: str) -> Iterator[None]:

@@ -28,9 +28,10 @@ from hicache.ranks.messages import Hello
 from hicache.ranks.settings import Ranks
 from hicache.replica import Replica
 from hicache.request import RequestRecord
-from hicache.sequence import Request, Restored, Stored
+from hicache.sequence import Request, Restored, Stored, found_tokens, restored_tokens
 from hicache.spec import CacheSpec
 from hicache.stats import DirectoryStats
+from hicache.tracing import traced
 
 
 class HiCache(CacheFront[Directory]):
@@ -231,6 +232,7 @@ class HiCache(CacheFront[Directory]):
 
     # -- a request ---------------------------------------------------------------------------------------------------
 
+    @traced("hicache.match", found_tokens)
     def match(
         self, tokens: Tokens, *, salt: bytes | None = None, extras: Mapping[str, FieldValue] | None = None
     ) -> Request:
@@ -247,6 +249,7 @@ class HiCache(CacheFront[Directory]):
             record = self._directory.open(keys, token_count=len(array), now_s=self._clock())
         return Request(self, array, self._keys, root, record)
 
+    @traced("hicache.prefetch")
     def prefetch(self, request: Request, *, mode: PrefetchMode | None = None) -> None:
         """Begin to bring from L3 what makes the usable prefix longer. Returns at once; does nothing the second time."""
         if mode is not None:
@@ -279,6 +282,7 @@ class HiCache(CacheFront[Directory]):
         """When it waits no longer: as its mode says, or when computing would have been over by then."""
         return min(request.prefetch_deadline_s, self._directory.gives_up_at_s(self._record_of(request)))
 
+    @traced("hicache.load", restored_tokens)
     def load(self, request: Request, *, timeout_s: float = 0.0) -> Restored | None:
         """Bring the longest usable prefix into L1 and give the request its live state slots.
 
@@ -366,6 +370,7 @@ class HiCache(CacheFront[Directory]):
             self._directory.state_moved(self._record_of(request))
             self._changed.notify_all()  # who waits for room may find a snapshot to evict
 
+    @traced("hicache.store")
     def store(
         self,
         request: Request,

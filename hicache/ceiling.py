@@ -93,7 +93,7 @@ class CeilingReading:
     @property
     def ceiling(self) -> float | None:
         """The same of a cache that forgets nothing."""
-        return 1.0 - self.new / self.asked if self.asked else None
+        return (self.asked - self.new) / self.asked if self.asked else None
 
 
 @dataclass(slots=True)

@@ -23,6 +23,7 @@ from hicache.pending import PendingJob
 from hicache.pools.l1 import L1Pool
 from hicache.pools.l2 import L2Pool
 from hicache.spec import CacheSpec, RankSpec
+from hicache.tracing import tracer
 from hicache.transfers import Transfers
 
 _LOG = logging.getLogger(__name__)
@@ -96,6 +97,7 @@ class Executor:
         self._l3 = l3
         self._on_complete = on_complete
         self._clock = clock
+        self._tracer = tracer()
         self._notices = Notices(_LOG, clock=clock)
         self._faults: Counter[str] = Counter()
         self._lock = threading.Lock()
@@ -269,10 +271,16 @@ class Executor:
     def _transfer_task(self, transfers: Transfers, job: Job, pending: PendingJob) -> Task:
         limits = self._limits
         submitted_at_s = self._clock()
+        caller = self._tracer.here()
 
         def task() -> None:
             if not pending.start():
                 return
+            with self._tracer.within(caller), self._tracer.span(f"hicache.l3.{pending.kind}") as span:
+                span.set_attributes({"hicache.objects": len(job.items)})
+                move()
+
+        def move() -> None:
             if isinstance(job, LookupJob):
                 transfers.lookup(job, pending, deadline_s=submitted_at_s + limits.lookup_timeout_s)
             elif isinstance(job, FetchJob):

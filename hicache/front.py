@@ -25,6 +25,7 @@ from hicache.ranks.messages import Hello
 from hicache.replica import Replica
 from hicache.spec import CacheSpec
 from hicache.stats import DirectoryStats
+from hicache.tracing import tracer
 
 
 class MeasuredDirectory(Decides, Protocol):
@@ -76,6 +77,7 @@ class CacheFront(Generic[D]):
         self._prefetch_policy = policy_of("prefetch", prefetch, PrefetchPolicy)
         self._keys = keys
         self._closed = False
+        self._tracer = tracer()
         self._replica = replica()
         try:
             self._directory = directory(self._replica.common, self._prefetch_policy)

@@ -39,23 +39,27 @@ class JobTimes:
         self._begun: Counter[LegClass] = Counter()
         self._open: Counter[LegClass] = Counter()
         self._seconds: dict[LegClass, Histogram] = {}
-        self._jobs: dict[int, tuple[float, Counter[LegClass]]] = {}
+        self._jobs: dict[int, tuple[float, dict[LegClass, int]]] = {}
 
     def begin(self, job: Job, now_s: float) -> None:
         """A job is handed out."""
         leg = leg_of(job)
-        counts: Counter[LegClass] = Counter()
-        for group, count in Counter(item.group for item in job.items).items():
-            counts[leg, self._classes[group]] += count
-        self._begun.update(counts)
-        self._open.update(counts)
+        counts: dict[LegClass, int] = {}
+        for item in job.items:
+            name = leg, self._classes[item.group]
+            counts[name] = counts.get(name, 0) + 1
+        for name, count in counts.items():
+            self._begun[name] += count
+            self._open[name] += count
         self._jobs[job.job_id] = now_s, counts
 
     def end(self, job_id: int, now_s: float) -> None:
         """Every rank has answered. Nothing for a job that was not handed out."""
-        begun_at_s, counts = self._jobs.pop(job_id, (0.0, Counter[LegClass]()))
-        self._open.subtract(counts)
+        if job_id not in self._jobs:
+            return
+        begun_at_s, counts = self._jobs.pop(job_id)
         for name, count in counts.items():
+            self._open[name] -= count
             self._seconds.setdefault(name, Histogram()).observe(now_s - begun_at_s, count=count)
 
     def end_all(self, is_open: Callable[[int], bool], now_s: float) -> None:

@@ -95,3 +95,19 @@ class Request:
         keys = self._keys.chain(self._tail, parent=parent)
         del self._tail[: len(keys) * self._keys.page_tokens]
         return keys
+
+
+def found_tokens(request: Request) -> Mapping[str, int]:
+    """What a span tells of a match."""
+    return {
+        "hicache.tokens": request.token_count,
+        "hicache.l1_tokens": request.hit.l1_tokens,
+        "hicache.l2_tokens": request.hit.l2_tokens,
+    }
+
+
+def restored_tokens(restored: Restored | None) -> Mapping[str, int]:
+    """What a span tells of a load; nothing where there was no room."""
+    return (
+        {} if restored is None else {f"hicache.{source}_tokens": count for source, count in restored.by_source.items()}
+    )

@@ -26,6 +26,7 @@ from hicache.slot_directory import SlotDirectory, Step
 from hicache.slot_request import EngineSlot, SlotLoad, SlotRecord, SlotSave, SlotsByPage
 from hicache.spec import CacheSpec
 from hicache.stats import DirectoryStats
+from hicache.tracing import traced
 
 
 class SlotRequest:
@@ -145,6 +146,7 @@ class SlotCache(CacheFront[SlotDirectory]):
 
     # -- a request ---------------------------------------------------------------------------------------------------
 
+    @traced("hicache.open")
     def open(
         self,
         page_hashes: Sequence[bytes],
@@ -163,6 +165,7 @@ class SlotCache(CacheFront[SlotDirectory]):
             self._pump.pump()
         return SlotRequest(self, root, record)
 
+    @traced("hicache.prefetch")
     def prefetch(self, request: SlotRequest, *, beyond: int = 0, mode: PrefetchMode | None = None) -> None:
         """Begin to bring from L3 to L2 what makes the usable prefix longer than the ``beyond`` tokens that the engine
         has itself. Returns at once; does nothing the second time, unless a load, save or append has been in between."""
@@ -204,6 +207,7 @@ class SlotCache(CacheFront[SlotDirectory]):
         with self._changed:
             return self._directory.attention(self._record_of(request))
 
+    @traced("hicache.load")
     def load(self, request: SlotRequest, *, beyond: int, tokens: int, slots: SlotsByPage) -> SlotLoad:
         """Begin to copy what a prefix of ``tokens`` tokens, which ``usable`` has told, needs beyond the engine's own
         into ``slots``: by group and page. Other slots that are named are left alone. A state's page is the last one
@@ -227,6 +231,7 @@ class SlotCache(CacheFront[SlotDirectory]):
             self._directory.append(self._record_of(request), keys, token_count=token_count)
             self._pump.pump()
 
+    @traced("hicache.save")
     def save(self, request: SlotRequest, slots: SlotsByPage) -> SlotSave:
         """Begin to write down the pages and states in ``slots``, by group and page, as far as they are not below yet:
         what L2 or L3 has costs no copy. What finds no room in L2 is left out and counted.

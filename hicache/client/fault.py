@@ -10,6 +10,7 @@ from typing import TypeVar
 import grpc
 
 from hicache.outcome import Outcome
+from hicache.tracing import tracer
 from hicache.wire.protocol import RefusalCode, parse_refusal
 
 Request = TypeVar("Request")
@@ -136,7 +137,8 @@ def call(
     if timeout_s <= 0:
         return OUT_OF_TIME
     try:
-        return method(request, timeout=timeout_s)
+        metadata = tracer().for_peer()
+        return method(request, timeout=timeout_s, metadata=metadata) if metadata else method(request, timeout=timeout_s)
     except grpc.RpcError as error:
         return fault_of(error)
     except ValueError as error:

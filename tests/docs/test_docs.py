@@ -163,6 +163,7 @@ def test_every_setting_of_ranks_is_documented_with_its_default_and_the_example_r
         "docs/decisions/README.md",
         "docs/engine.md",
         "docs/faults.md",
+        "docs/metrics.md",
         "docs/plan.md",
         "docs/vllm_tier.md",
     ],
