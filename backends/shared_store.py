@@ -132,6 +132,10 @@ class SharedStore:
             self._counters.verified.update(outcomes)
         return outcomes
 
+    def stored_bytes(self, size_bytes: int) -> int:
+        """See ``Backend.stored_bytes``."""
+        return self._backend.stored_bytes(size_bytes)
+
     def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``."""
         return self._backend.walk(after=after)

@@ -103,6 +103,11 @@ class ObjectStore:
         return self._objects_max_set or min(self._capacity_bytes // self._backend.stored_bytes(1), OBJECTS_MAX)
 
     @property
+    def backend_name(self) -> str:
+        """What it is stored in."""
+        return self._backend.name
+
+    @property
     def store_id(self) -> bytes:
         """Another one after the content was lost."""
         return self._backend.store_id
@@ -279,6 +284,10 @@ class ObjectStore:
         self._evictor.set_capacity(capacity_bytes, objects_max=self._objects_max)
         with self._lock:
             self._catalog.set_capacity(capacity_bytes)
+
+    def stored_bytes(self, size_bytes: int) -> int:
+        """See ``Backend.stored_bytes``."""
+        return self._backend.stored_bytes(size_bytes)
 
     def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``. Neither counts as use nor waits for those who do."""

@@ -128,6 +128,11 @@ def store_readings(snapshot: StoreSnapshot) -> Iterator[Reading]:
             "Objects that could not be evicted.",
             lambda stats: stats.eviction_failures,
         ),
+        (
+            "hicache_store_verified_objects",
+            "Objects that a verify has read.",
+            lambda stats: sum(stats.verified.values()),
+        ),
         ("hicache_store_corrupt_objects", "Corrupt objects met and dropped.", lambda stats: stats.corrupt_dropped),
     )
     for name, description, read in counters:

@@ -12,6 +12,8 @@ import structlog
 
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.daemon.admin_api import AdminApi
+from hicache.daemon.admin_store import serve_store_verbs
+from hicache.daemon.admin_trace import serve_trace_verb
 from hicache.daemon.authority import Authority
 from hicache.daemon.bulk_socket import BulkSocket
 from hicache.daemon.config import DaemonConfig
@@ -24,6 +26,7 @@ from hicache.daemon.parts import (
     lock_socket,
     make_sessions,
     measure_storage,
+    open_names,
     open_recorder,
     start_bulk,
     start_http,
@@ -32,6 +35,7 @@ from hicache.daemon.parts import (
 )
 from hicache.daemon.probes import Probes
 from hicache.daemon.readings import StoreSnapshot
+from hicache.daemon.recorder import Recorders
 from hicache.daemon.recovery import OpenedStore, open_store, recover
 from hicache.daemon.service import HiCachedService
 from hicache.daemon.sessions import Sessions
@@ -85,12 +89,18 @@ class Daemon:
         opened = await recover(partial(self._opener, config, limits), stages, self._stopping)
         self._storage = storage = start_storage(config, opened, stages, self._stopping)
         self._snapshot = measure_storage(self.metrics, storage, opened, tenants)
+        names = open_names(config, storage, stages)
         sessions = make_sessions(config, storage, tenants, self.metrics)
         start_memory_socket(config, sessions, self.metrics, stages)
         transfers = Transfers(storage, self.metrics, chunk_bytes_ceiling=sessions.budgets.session_bytes)
         bulk, bulk_listen = start_bulk(config, sessions, transfers, self.metrics, stages)
         identity = Identity(daemon_version(), opened.store_id, bulk_listen.port if bulk_listen else 0)
-        listen = await self._start_grpc(Hellos(config, identity, tenants, sessions), sessions, storage, bulk)
+        recorders = Recorders()
+        open_recorder(config, recorders, stages)
+        hellos = Hellos(config, identity, tenants, sessions, names)
+        serve_store_verbs(self.admin, config, storage, tenants, sessions, names, stages)
+        serve_trace_verb(self.admin, recorders)
+        listen = await self._start_grpc(hellos, sessions, storage, bulk, recorders)
         return self._announce(Ready(os.getpid(), config.socket, listen, str(bulk_listen or ""), http))
 
     async def stop(self) -> bool:
@@ -108,7 +118,9 @@ class Daemon:
         assert self._storage is not None, "the daemon has not been started"
         return self._storage.store
 
-    async def _start_grpc(self, hellos: Hellos, sessions: Sessions, storage: Storage, bulk: BulkSocket) -> str:
+    async def _start_grpc(
+        self, hellos: Hellos, sessions: Sessions, storage: Storage, bulk: BulkSocket, recorders: Recorders
+    ) -> str:
         """The TCP address with its real port; empty without one."""
         config = self._config
         service = HiCachedService(
@@ -120,7 +132,7 @@ class Daemon:
             ),
             watches=Watches(storage, step_timeout_s=config.call_timeout_s_max),
             metrics=self.metrics,
-            recorder=open_recorder(config, self._stages),
+            recorders=recorders,
         )
         server = GrpcServer(config, service, sessions, bulk)
         self._stages.push_async_callback(server.stop)

@@ -25,6 +25,11 @@ PROBE_TIMEOUT_S = 0.5
 class Store(Protocol):
     """What the daemon calls of an object store (hicache.backends.store.ObjectStore). Thread-safe and blocking."""
 
+    @property
+    def store_id(self) -> bytes:
+        """Another one after the content was lost."""
+        ...
+
     is_indexed: bool  # whether it knows what it has: only then are there pins, watches, and limits of tenants
 
     def lookup(self, keys: Sequence[bytes], *, lease_s: float = 0.0) -> tuple[list[Outcome], int]:
@@ -85,6 +90,10 @@ class Store(Protocol):
 
     def resize(self, capacity_bytes: int) -> None:
         """Another capacity; raises ConfigError or BackendError and keeps the old one where it cannot be."""
+        ...
+
+    def stored_bytes(self, size_bytes: int) -> int:
+        """What an object of so many bytes takes of the capacity."""
         ...
 
     def usage(self) -> Usage:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Generic, TypeVar
 
+from hicache.admin.store_messages import ImportAnswer, Namespaces, TraceRequest, VerifyRequest
+
 Body = TypeVar("Body")
 Answer = TypeVar("Answer")
 
@@ -46,8 +48,21 @@ STATUS = Verb("status", "GET", "/v1/status", NoneType, dict, is_public=True)
 HISTORY = Verb("history", "GET", "/v1/history", NoneType, dict, is_public=True)
 EVENTS = Verb("events", "GET", "/v1/events", NoneType, Stream, is_public=True)
 
+NAMESPACES = Verb("namespaces", "GET", "/v1/namespaces", NoneType, Namespaces)
+NAMESPACE_DROP = Verb("namespace_drop", "DELETE", "/v1/namespaces/{namespace}", NoneType, Stream)
+EXPORT = Verb("export", "GET", "/v1/namespaces/{namespace}/export", NoneType, Stream)
+IMPORT = Verb("import", "POST", "/v1/import", Stream, ImportAnswer)
+VERIFY = Verb("verify", "POST", "/v1/verify", VerifyRequest, Stream)
+TRACE = Verb("trace", "POST", "/v1/trace", TraceRequest, Stream)
+
 VERBS: tuple[Verb[Any, Any], ...] = (  # Any: each row has types of its own
     STATUS,
     HISTORY,
     EVENTS,
+    NAMESPACES,
+    NAMESPACE_DROP,
+    EXPORT,
+    IMPORT,
+    VERIFY,
+    TRACE,
 )

@@ -7,9 +7,12 @@ from importlib.metadata import version
 
 import click
 
+from hicache.cli.archives import export_command, import_command
 from hicache.cli.calibrate import calibrate
 from hicache.cli.demo import demo
+from hicache.cli.namespaces import namespaces
 from hicache.cli.options import EXIT_USAGE
+from hicache.cli.verify import verify
 from hicache.errors import HiCacheError
 from hicache.plan.command import plan
 
@@ -23,6 +26,10 @@ def cli() -> None:
 cli.add_command(calibrate)
 cli.add_command(demo)
 cli.add_command(plan)
+cli.add_command(verify)
+cli.add_command(namespaces)
+cli.add_command(export_command)
+cli.add_command(import_command)
 
 
 def main() -> None:
