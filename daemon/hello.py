@@ -17,7 +17,7 @@ from hicache.daemon.tenants import Tenant, Tenants
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.protocol import KEY_BYTES_MAX, PROTOCOL_VERSION, RefusalCode
 
-CLIENT_NAME_CHARS_MAX = 128
+NAME_CHARS_MAX = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +40,7 @@ class Hellos:
         self._tenants = tenants
         self._sessions = sessions
         self._names = names
-        self._namespaces = KnownNamespaces()
+        self.namespaces = KnownNamespaces()
         self._deployments = Deployments()
 
     @property
@@ -62,8 +62,8 @@ class Hellos:
         check_key_hash(descriptor, self._tenants)
         membership = read_membership(hello.deployment, descriptor, hello.salt_fingerprint)
         with self._deployments.joined(tenant, membership):
-            differences = self._namespaces.meet(tenant, hello.namespace_digest, descriptor)
-            session, secret = self._sessions.open(tenant, _printable(hello.client_name))
+            differences = self.namespaces.meet(tenant, hello.namespace_digest, descriptor)
+            session, secret = self._sessions.open(tenant, printable(hello.client_name))
             session.namespace_tag = namespace_tag(hello.namespace_digest)
             try:
                 self._note_use(tenant, hello)
@@ -100,6 +100,6 @@ class Hellos:
         )
 
 
-def _printable(name: str) -> str:
-    """A client's name as it may appear in a log line."""
-    return "".join(character if character.isprintable() else "?" for character in name[:CLIENT_NAME_CHARS_MAX])
+def printable(name: str) -> str:
+    """What a client calls something, as it may appear in a log line or on a terminal."""
+    return "".join(character if character.isprintable() else "?" for character in name[:NAME_CHARS_MAX])

@@ -16,7 +16,7 @@ from hicache.daemon.socket_lock import check_tcp_free, listen_unix
 from hicache.errors import ConfigError
 
 SHUTDOWN_TIMEOUT_S = 0.5
-CONNECTIONS_MAX = 64  # one more drops the oldest: a probe asks at once, whoever only holds connections does not
+CONNECTIONS_MAX = 128  # one more drops the oldest: a probe asks at once, whoever only holds connections does not
 
 _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::[0-9]{1,5})?")
 

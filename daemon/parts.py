@@ -11,6 +11,7 @@ from functools import partial
 from pathlib import Path
 
 import structlog
+from aiohttp import web
 
 from hicache.backends.namespaces import NamespaceNames
 from hicache.backends.shared_store import SharedStore
@@ -22,6 +23,7 @@ from hicache.daemon.config import DaemonConfig
 from hicache.daemon.http import HttpServer
 from hicache.daemon.memory_socket import STRANGE_QUEUE_MAX, MemorySocket
 from hicache.daemon.metrics import BackendNumbers, Metrics, Readings
+from hicache.daemon.page import Page
 from hicache.daemon.probes import Probes
 from hicache.daemon.rates import TenantRates
 from hicache.daemon.readings import (
@@ -37,6 +39,7 @@ from hicache.daemon.recovery import OpenedStore
 from hicache.daemon.sessions import Sessions
 from hicache.daemon.settings import HostPort
 from hicache.daemon.socket_lock import SocketLock, listen_tcp, listen_unix
+from hicache.daemon.status_feed import StatusFeed
 from hicache.daemon.stopping import Stopping
 from hicache.daemon.storage import STUCK_S, Storage, Store
 from hicache.daemon.tenant_bounds import inflight_budgets, region_budget, share_of
@@ -62,14 +65,22 @@ async def start_http(
 ) -> str:
     """Serves the admin socket, and the address ``http`` where there is one; returns that with its real port."""
 
-    async def serve(setting: str, address: HostPort | str, *, is_guarded: bool) -> str:
-        routes = [*probes.routes(), *admin.routes(is_guarded=is_guarded)]
+    async def serve(setting: str, address: HostPort | str, routes: Sequence[web.RouteDef]) -> str:
         server = HttpServer(setting, routes, on_foreign_host=metrics.host_refusals.inc)
         stages.push_async_callback(server.stop)
         return await server.start(address, socket_mode=config.socket_mode_bits)
 
-    await serve("socket", config.admin_socket, is_guarded=True)
-    return "" if config.http_address is None else await serve("http", config.http_address, is_guarded=False)
+    await serve("socket", config.admin_socket, [*probes.routes(), *admin.routes(is_guarded=True)])
+    if config.http_address is None:
+        return ""
+    routes = [*Page().routes(), *probes.routes(), *admin.routes(is_guarded=False)]
+    return await serve("http", config.http_address, routes)
+
+
+def start_status(feed: StatusFeed, admin: AdminApi, stages: AsyncExitStack) -> None:
+    """Has the admin API tell how the daemon is, from now to its stop."""
+    feed.start(admin)
+    stages.push_async_callback(feed.stop)
 
 
 def open_recorder(config: DaemonConfig, recorders: Recorders, stages: AsyncExitStack) -> None:

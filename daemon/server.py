@@ -31,6 +31,7 @@ from hicache.daemon.parts import (
     start_bulk,
     start_http,
     start_memory_socket,
+    start_status,
     start_storage,
 )
 from hicache.daemon.probes import Probes
@@ -39,6 +40,8 @@ from hicache.daemon.recorder import Recorders
 from hicache.daemon.recovery import OpenedStore, open_store, recover
 from hicache.daemon.service import HiCachedService
 from hicache.daemon.sessions import Sessions
+from hicache.daemon.status import Parts, StatusReporter
+from hicache.daemon.status_feed import StatusFeed
 from hicache.daemon.stopping import Stopping
 from hicache.daemon.storage import Storage, Store
 from hicache.daemon.tenant_bounds import store_limits
@@ -71,6 +74,14 @@ class Daemon:
         self._snapshot: StoreSnapshot | None = None
         self.metrics = Metrics(version=daemon_version(), backend=config.backend)
         self.admin = AdminApi(Authority(), state=lambda: self._readiness)
+        self._reporter = StatusReporter(
+            version=daemon_version(),
+            backend=config.backend,
+            sessions_max=config.sessions_max,
+            metrics=self.metrics,
+            state=lambda: self._readiness,
+        )
+        self.status_feed = StatusFeed(self._reporter)
 
     async def start(self) -> Ready:
         """Returns once clients are served. Raises ConfigError, StorageInUse or BackendError.
@@ -85,6 +96,7 @@ class Daemon:
             remove_ready_file(config.ready_file)
         probes = Probes(metrics=self._render_metrics, is_alive=self._is_alive, readiness=lambda: self._readiness)
         http = await start_http(config, probes, self.admin, self.metrics, stages)
+        start_status(self.status_feed, self.admin, stages)
         self._readiness = "recovering"
         opened = await recover(partial(self._opener, config, limits), stages, self._stopping)
         self._storage = storage = start_storage(config, opened, stages, self._stopping)
@@ -101,6 +113,7 @@ class Daemon:
         serve_store_verbs(self.admin, config, storage, tenants, sessions, names, stages)
         serve_trace_verb(self.admin, recorders)
         listen = await self._start_grpc(hellos, sessions, storage, bulk, recorders)
+        self._reporter.serve_from(Parts(storage, sessions, tenants, hellos.namespaces, transfers.slowest))
         return self._announce(Ready(os.getpid(), config.socket, listen, str(bulk_listen or ""), http))
 
     async def stop(self) -> bool:

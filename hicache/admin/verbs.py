@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Generic, TypeVar
 
+from hicache.admin.status import History, Status
 from hicache.admin.store_messages import ImportAnswer, Namespaces, TraceRequest, VerifyRequest
 
 Body = TypeVar("Body")
@@ -44,8 +45,8 @@ class Verb(Generic[Body, Answer]):
         return re.findall(r"{(\w+)}", self.path)
 
 
-STATUS = Verb("status", "GET", "/v1/status", NoneType, dict, is_public=True)
-HISTORY = Verb("history", "GET", "/v1/history", NoneType, dict, is_public=True)
+STATUS = Verb("status", "GET", "/v1/status", NoneType, Status, is_public=True)
+HISTORY = Verb("history", "GET", "/v1/history", NoneType, History, is_public=True)
 EVENTS = Verb("events", "GET", "/v1/events", NoneType, Stream, is_public=True)
 
 NAMESPACES = Verb("namespaces", "GET", "/v1/namespaces", NoneType, Namespaces)
