@@ -120,6 +120,9 @@ class DaemonConfig:
     )
     lease_ms_max: int = _setting(60_000, count(1, 3_600_000), "longest lease; a longer request is cut to it")
     call_timeout_s_max: float = _setting(60.0, number(0.1, 3600), "longest time for one call")
+    drain_s: float = _setting(
+        2.0, number(0, 3600), "how long a stop waits for what runs and for leases; new work is refused meanwhile"
+    )
     io_threads: int = _setting(4, count(1, 64), "threads that read from and write to the backend")
     log_level: str = _setting(
         "info", choice("debug", "info", "warning", "error"), "least important level that is logged"

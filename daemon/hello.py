@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from hicache.backends.namespaces import NamespaceNames, namespace_tag
 from hicache.daemon.config import DaemonConfig
@@ -57,17 +58,19 @@ class Hellos:
                 f"the client speaks version {hello.protocol_version}, hicached {self._identity.version} speaks "
                 f"version {PROTOCOL_VERSION}",
             )
-        tenant = self._tenants.authenticate(hello.token)
+        authenticate = partial(self._tenants.authenticate, hello.token)
+        tenant = authenticate()
         descriptor = read_descriptor(hello.namespace_descriptor, hello.namespace_digest)
         check_key_hash(descriptor, self._tenants)
         membership = read_membership(hello.deployment, descriptor, hello.salt_fingerprint)
         with self._deployments.joined(tenant, membership):
             differences = self.namespaces.meet(tenant, hello.namespace_digest, descriptor)
             session, secret = self._sessions.open(tenant, printable(hello.client_name))
+            session.authenticate = authenticate
             session.namespace_tag = namespace_tag(hello.namespace_digest)
             try:
                 self._note_use(tenant, hello)
-                yield session, self._welcome(session, secret, differences, is_local=peer.startswith("unix"))
+                yield session, self._welcome(session, secret, differences, is_local=peer.startswith("unix:"))
             finally:
                 self._sessions.end(session, secret)
                 self._note_use(tenant, hello)

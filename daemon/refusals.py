@@ -21,6 +21,7 @@ STATUS_OF = {
     RefusalCode.NOT_SUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
     RefusalCode.UNKNOWN_REGION: grpc.StatusCode.FAILED_PRECONDITION,
     RefusalCode.BAD_STREAM: grpc.StatusCode.INVALID_ARGUMENT,
+    RefusalCode.DRAINING: grpc.StatusCode.UNAVAILABLE,
     RefusalCode.SHUTTING_DOWN: grpc.StatusCode.UNAVAILABLE,
 }
 

@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from hicache.backends.base import GetItem, PutItem, Usage, WalkedObject
 from hicache.backends.events import Subscription
 from hicache.backends.store_stats import StoreStats, TenantStats
+from hicache.backends.tenant_limits import StoreLimits
 from hicache.backends.tenant_usage import TenantUsage
 from hicache.outcome import Outcome
 from hicache.workers import Job, Workers
@@ -94,6 +95,10 @@ class Store(Protocol):
 
     def stored_bytes(self, size_bytes: int) -> int:
         """What an object of so many bytes takes of the capacity."""
+        ...
+
+    def set_limits(self, limits: StoreLimits) -> None:
+        """Other limits of tenants."""
         ...
 
     def usage(self) -> Usage:

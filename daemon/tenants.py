@@ -73,7 +73,7 @@ assert list(PARSERS) == [setting.name for setting in fields(TenantSettings)]
 
 
 class Tenants:
-    """All tenants of one daemon. Immutable: a change of the file takes effect at the next start."""
+    """All tenants of one daemon, as its file has them. Event loop only."""
 
     def __init__(self, by_token_hash: dict[bytes, Tenant] | None, settings: Mapping[Tenant, TenantSettings]) -> None:
         """``by_token_hash`` is None for a daemon that asks for no token. ``settings`` has every tenant."""
@@ -88,6 +88,10 @@ class Tenants:
         if not file:
             return cls(None, {Tenant.named(DEFAULT_TENANT): defaults})
         return cls(*_read_tenants(file, defaults))
+
+    def become(self, other: Tenants) -> None:
+        """Has what ``other`` has from now on. Sessions stay: see TenantReload."""
+        self._by_token_hash, self.settings, self.count = other._by_token_hash, other.settings, other.count
 
     @property
     def named(self) -> list[Tenant]:

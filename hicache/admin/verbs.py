@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Generic, TypeVar
 
+from hicache.admin.lifecycle import DrainAnswer, DrainRequest, ReloadAnswer
 from hicache.admin.status import History, Status
 from hicache.admin.store_messages import ImportAnswer, Namespaces, TraceRequest, VerifyRequest
 
@@ -48,6 +49,8 @@ class Verb(Generic[Body, Answer]):
 STATUS = Verb("status", "GET", "/v1/status", NoneType, Status, is_public=True)
 HISTORY = Verb("history", "GET", "/v1/history", NoneType, History, is_public=True)
 EVENTS = Verb("events", "GET", "/v1/events", NoneType, Stream, is_public=True)
+DRAIN = Verb("drain", "POST", "/v1/drain", DrainRequest, DrainAnswer)
+RELOAD = Verb("reload", "POST", "/v1/reload", NoneType, ReloadAnswer)
 
 NAMESPACES = Verb("namespaces", "GET", "/v1/namespaces", NoneType, Namespaces)
 NAMESPACE_DROP = Verb("namespace_drop", "DELETE", "/v1/namespaces/{namespace}", NoneType, Stream)
@@ -60,6 +63,8 @@ VERBS: tuple[Verb[Any, Any], ...] = (  # Any: each row has types of its own
     STATUS,
     HISTORY,
     EVENTS,
+    DRAIN,
+    RELOAD,
     NAMESPACES,
     NAMESPACE_DROP,
     EXPORT,
