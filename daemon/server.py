@@ -13,6 +13,7 @@ import structlog
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.daemon.admin_api import AdminApi
 from hicache.daemon.admin_store import serve_store_verbs
+from hicache.daemon.admin_tenants import TenantVerbs
 from hicache.daemon.admin_trace import serve_trace_verb
 from hicache.daemon.authority import Authority
 from hicache.daemon.config import DaemonConfig
@@ -126,7 +127,7 @@ class Daemon:
         recorders = Recorders()
         open_recorder(config, recorders, stages)
         hellos = Hellos(config, identity, tenants, sessions, names)
-        serve_store_verbs(self.admin, config, storage, tenants, sessions, names, stages)
+        background = serve_store_verbs(self.admin, config, storage, tenants, sessions, names, stages)
         serve_trace_verb(self.admin, recorders)
         service = self._make_service(hellos, sessions, storage, recorders)
         server = GrpcServer(config, service, sessions, listeners)
@@ -135,6 +136,7 @@ class Daemon:
         listeners.check_all_used()
         self.drain.watch(sessions, busy_calls=lambda: service.busy_count + bulk.busy_count)
         self._start_reloader([TenantReload(tenants, sessions, storage.store)], storage.store)
+        TenantVerbs(self.reloader, storage, tenants, sessions, names, background).serve(self.admin)
         self._reporter.serve_from(Parts(storage, sessions, tenants, hellos.namespaces, transfers.slowest))
         return self._announce(Ready(os.getpid(), config.socket, listen, str(bulk_listen or ""), http))
 

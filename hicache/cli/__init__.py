@@ -9,11 +9,15 @@ import click
 
 from hicache.cli.archives import export_command, import_command
 from hicache.cli.calibrate import calibrate
+from hicache.cli.completion import completion
 from hicache.cli.demo import demo
+from hicache.cli.doctor import doctor
 from hicache.cli.namespaces import namespaces
 from hicache.cli.options import EXIT_BAD, EXIT_UNREACHABLE, EXIT_USAGE
 from hicache.cli.status import status
+from hicache.cli.tenants import tenants
 from hicache.cli.top import top
+from hicache.cli.trace import trace
 from hicache.cli.verify import verify
 from hicache.errors import AdminRefused, DaemonUnreachable, HiCacheError
 from hicache.plan.command import plan
@@ -25,15 +29,22 @@ def cli() -> None:
     """Hierarchical KV-cache storage for LLM inference."""
 
 
-cli.add_command(calibrate)
-cli.add_command(demo)
-cli.add_command(plan)
-cli.add_command(verify)
-cli.add_command(namespaces)
-cli.add_command(export_command)
-cli.add_command(import_command)
-cli.add_command(status)
-cli.add_command(top)
+for command in (
+    status,
+    top,
+    tenants,
+    namespaces,
+    verify,
+    export_command,
+    import_command,
+    trace,
+    doctor,
+    plan,
+    calibrate,
+    demo,
+    completion,
+):
+    cli.add_command(command)
 
 
 def main() -> None:

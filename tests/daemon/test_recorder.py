@@ -73,7 +73,7 @@ def test_a_medium_that_does_not_answer_makes_nobody_wait(tmp_path: Path) -> None
             release.wait(30)
             raise OSError("no space left")
 
-    recorder = Stuck(str(tmp_path / "trace"), bytes_max=1000, block_tokens=16)
+    recorder = Stuck.open(str(tmp_path / "trace"), bytes_max=1000, block_tokens=16)
     recorder.lookup("a", [b"first"])
     assert stuck.wait(10)
     for number in range(QUEUED_MAX + 7):
