@@ -7,19 +7,19 @@ from importlib.metadata import version
 
 import click
 
+from hicache.cli.admin import exit_code
 from hicache.cli.archives import export_command, import_command
 from hicache.cli.calibrate import calibrate
 from hicache.cli.completion import completion
 from hicache.cli.demo import demo
 from hicache.cli.doctor import doctor
 from hicache.cli.namespaces import namespaces
-from hicache.cli.options import EXIT_BAD, EXIT_UNREACHABLE, EXIT_USAGE
 from hicache.cli.status import status
 from hicache.cli.tenants import tenants
 from hicache.cli.top import top
 from hicache.cli.trace import trace
 from hicache.cli.verify import verify
-from hicache.errors import AdminRefused, DaemonUnreachable, HiCacheError
+from hicache.errors import HiCacheError
 from hicache.plan.command import plan
 
 
@@ -50,13 +50,7 @@ for command in (
 def main() -> None:
     """The entry point: errors are one line, and an exit code of `options.py`."""
     try:
-        cli()
-    except DaemonUnreachable as error:
-        click.echo(f"hicache: {error}", err=True)
-        sys.exit(EXIT_UNREACHABLE)
-    except AdminRefused as error:
-        click.echo(f"hicache: {error}", err=True)
-        sys.exit(EXIT_USAGE if error.status == 400 else EXIT_BAD)
+        cli(prog_name="hicache")
     except HiCacheError as error:
         click.echo(f"hicache: {error}", err=True)
-        sys.exit(EXIT_USAGE)
+        sys.exit(exit_code(error))

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
-from functools import wraps
-from typing import NoReturn, ParamSpec, TypeVar
+from collections.abc import Iterator, Mapping
+from typing import NoReturn, TypeVar
 
 import click
 import msgspec
 
 from hicache.admin.client import Admin
 from hicache.cli.options import EXIT_BAD, EXIT_UNREACHABLE, EXIT_USAGE, read_token
-from hicache.errors import AdminRefused, BackendError, DaemonUnreachable
+from hicache.errors import AdminRefused, BackendError, DaemonUnreachable, HiCacheError
 
 SILENCE_S = 120.0  # between two lines of a daemon that works
 WORK_S = 3600.0  # for an answer that needs a walk through the store
 BAD_REQUEST = 400
 
-P = ParamSpec("P")
 T = TypeVar("T")
 
 
@@ -28,21 +26,17 @@ def fail(message: str, code: int) -> NoReturn:
     sys.exit(code)
 
 
-def exits(command: Callable[P, T]) -> Callable[P, T]:
-    """Has a verb end with the documented exit codes, whatever it raises. ConfigError is left to ``main``."""
-
-    @wraps(command)
-    def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        try:
-            return command(*args, **kwargs)
-        except DaemonUnreachable as error:
-            fail(str(error), EXIT_UNREACHABLE)
-        except AdminRefused as error:
-            fail(str(error), EXIT_USAGE if error.status == BAD_REQUEST else EXIT_BAD)
-        except BackendError as error:
-            fail(str(error), EXIT_BAD)
-
-    return run
+def exit_code(error: HiCacheError) -> int:
+    """What a command ends with that an error has ended."""
+    match error:
+        case DaemonUnreachable():
+            return EXIT_UNREACHABLE
+        case AdminRefused(status=status):
+            return EXIT_USAGE if status == BAD_REQUEST else EXIT_BAD
+        case BackendError():
+            return EXIT_BAD
+        case _:
+            return EXIT_USAGE
 
 
 def admin_of(address: str, token_file: str | None) -> Admin:

@@ -28,7 +28,7 @@ from hicache.backends.archive import (
 from hicache.backends.base import UNKNOWN_TAG
 from hicache.backends.exports import export_namespace, import_namespace
 from hicache.backends.namespaces import NamespaceNames, namespace_tag, parse_namespace
-from hicache.cli.admin import SILENCE_S, WORK_S, admin_of, exits, fail
+from hicache.cli.admin import SILENCE_S, WORK_S, admin_of, fail
 from hicache.cli.amounts import parse_size, size_text
 from hicache.cli.options import EXIT_BAD, EXIT_USAGE, admin_options, json_option, say, write_json
 from hicache.errors import ConfigError
@@ -48,7 +48,6 @@ PART_BYTES = 1 << 20
 @click.option("--path", metavar="DIR", help="Directory of a store that no hicached has open, instead of asking one.")
 @admin_options
 @json_option
-@exits
 def export_command(
     namespace: str,
     out: str,
@@ -217,7 +216,6 @@ def _offline_parts(directory: Path, tenant: str, tag: int, after: bytes) -> Iter
 @click.option("--capacity", metavar="SIZE", help="With --path, where there is no store yet.")
 @admin_options
 @json_option
-@exits
 def import_command(
     file: str,
     tenant: str,

@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 import click
 
-from hicache.cli.admin import exits
 from hicache.cli.doctor_checks import CHECKS, Finding, Level
 from hicache.cli.doctor_readings import read_machine
 from hicache.cli.options import EXIT_BAD, admin_options, json_option, read_token, say, write_json
@@ -23,7 +22,6 @@ _MARKS = {Level.GOOD: ("ok", "green"), Level.HINT: ("hint", "yellow"), Level.BAD
 @click.option("--disk-speed/--no-disk-speed", default=True, help="Write and read 64 MiB beside the store.")
 @admin_options
 @json_option
-@exits
 def doctor(
     config_file: str | None,
     path: str | None,

@@ -14,7 +14,7 @@ from rich.table import Table
 from hicache.admin.client import Admin
 from hicache.admin.store_messages import DropLine, NamespaceRow, Namespaces
 from hicache.admin.verbs import NAMESPACE_DROP, NAMESPACES
-from hicache.cli.admin import SILENCE_S, WORK_S, admin_of, exits, fail, lines, tenant_names
+from hicache.cli.admin import SILENCE_S, WORK_S, admin_of, fail, lines, tenant_names
 from hicache.cli.amounts import age_text, parse_age, size_text
 from hicache.cli.options import EXIT_BAD, EXIT_USAGE, admin_options, json_option, say, write_json
 
@@ -36,7 +36,6 @@ def namespaces() -> None:
 @click.option("--tenant", metavar="NAME", help="Only those of this tenant.")
 @admin_options
 @json_option
-@exits
 def list_namespaces(tenant: str | None, admin: str, token_file: str | None, json_path: str | None) -> None:
     """Show what is stored, by namespace: objects, space, last use, sessions of engines that use it now."""
     found = _ask(admin_of(admin, token_file), tenant)
@@ -57,7 +56,6 @@ def list_namespaces(tenant: str | None, admin: str, token_file: str | None, json
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @admin_options
 @json_option
-@exits
 def drop(
     digest: str | None,
     tenant: str | None,

@@ -18,7 +18,7 @@ from hicache.admin.client import Admin
 from hicache.admin.store_messages import DropLine
 from hicache.admin.tenant_messages import TenantAdd, TenantChange, TenantList
 from hicache.admin.verbs import RELOAD, TENANT_ADD, TENANT_CHANGE, TENANT_ERASE, TENANTS
-from hicache.cli.admin import SILENCE_S, admin_of, exits, fail, lines
+from hicache.cli.admin import SILENCE_S, admin_of, fail, lines
 from hicache.cli.amounts import parse_age, size_text, time_text
 from hicache.cli.options import EXIT_BAD, EXIT_USAGE, admin_options, json_option, say, write_json
 from hicache.errors import ConfigError, DaemonUnreachable
@@ -52,7 +52,6 @@ def tenants() -> None:
 @tenants.command("list", epilog="\b\nExamples:\n  hicache tenants list\n  hicache tenants list --json -")
 @admin_options
 @json_option
-@exits
 def list_tenants(admin: str, token_file: str | None, json_path: str | None) -> None:
     """Show who there is, what each has, and what limits it."""
     found = admin_of(admin, token_file).ask(TENANTS)
@@ -71,7 +70,6 @@ def list_tenants(admin: str, token_file: str | None, json_path: str | None) -> N
 @_file_option
 @admin_options
 @json_option
-@exits
 def add(
     name: str,
     limits: tuple[str, ...],
@@ -104,7 +102,6 @@ def add(
 @_file_option
 @admin_options
 @json_option
-@exits
 def rotate(
     name: str,
     keep_old: str | None,
@@ -137,7 +134,6 @@ def rotate(
 @_file_option
 @admin_options
 @json_option
-@exits
 def quota(
     name: str, limits: tuple[str, ...], file: str | None, admin: str, token_file: str | None, json_path: str | None
 ) -> None:
@@ -161,7 +157,6 @@ def quota(
 @click.option("--yes", is_flag=True, help="Do not ask.")
 @admin_options
 @json_option
-@exits
 def erase(name: str, remove: bool, yes: bool, admin: str, token_file: str | None, json_path: str | None) -> None:
     """Delete all that tenant NAME has stored; where objects are encrypted, its key is dropped, too."""
     daemon = admin_of(admin, token_file)

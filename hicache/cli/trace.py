@@ -9,7 +9,7 @@ import click
 
 from hicache.admin.store_messages import TraceRequest
 from hicache.admin.verbs import TRACE
-from hicache.cli.admin import admin_of, exits, fail
+from hicache.cli.admin import admin_of, fail
 from hicache.cli.amounts import parse_age, parse_size, size_text
 from hicache.cli.options import EXIT_BAD, admin_options, json_option, say, write_json
 from hicache.errors import ConfigError, DaemonUnreachable
@@ -34,7 +34,6 @@ def trace() -> None:
 @click.option("--block-tokens", default=64, show_default=True, help="Tokens of a page of the engines.")
 @admin_options
 @json_option
-@exits
 def record(
     out: str,
     duration: str,

@@ -13,7 +13,7 @@ import click
 from hicache.admin.progress import verify_line
 from hicache.admin.store_messages import VERIFY_BYTES_PER_S, VerifyLine, VerifyRequest
 from hicache.admin.verbs import VERIFY
-from hicache.cli.admin import SILENCE_S, admin_of, exits, lines, tenant_names
+from hicache.cli.admin import SILENCE_S, admin_of, lines, tenant_names
 from hicache.cli.amounts import parse_rate, size_text
 from hicache.cli.options import EXIT_BAD, admin_options, json_option, write_json
 from hicache.errors import ConfigError
@@ -38,7 +38,6 @@ LINE_INTERVAL_S = 0.5
 @click.option("--path", metavar="DIR", help="Directory of a store that no hicached has open, instead of asking one.")
 @admin_options
 @json_option
-@exits
 def verify(
     rate: str,
     namespace: str,
