@@ -157,6 +157,10 @@ class Backend(Protocol):
         """Exact from the moment the backend is open. O(1)."""
         ...
 
+    def problem(self) -> str:
+        """What is wrong with the medium as a whole, for people; empty: nothing that can be told in a moment."""
+        ...
+
     def stored_bytes(self, size_bytes: int) -> int:
         """What an object of ``size_bytes`` takes of the capacity."""
         ...

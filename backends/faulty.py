@@ -154,6 +154,10 @@ class FaultyBackend:
         """See ``Backend.usage``."""
         return self._inner.usage()
 
+    def problem(self) -> str:
+        """See ``Backend.problem``."""
+        return self._inner.problem()
+
     def stored_bytes(self, size_bytes: int) -> int:
         """See ``Backend.stored_bytes``."""
         return self._inner.stored_bytes(size_bytes)

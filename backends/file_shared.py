@@ -180,6 +180,10 @@ class SharedFileBackend:
         self._keep_up_when_due()
         return self._accounts.usage()
 
+    def problem(self) -> str:
+        """See ``Backend.problem``."""
+        return self._files.problem()
+
     def stored_bytes(self, size_bytes: int) -> int:
         """See ``Backend.stored_bytes``."""
         return stored_bytes_of(size_bytes)

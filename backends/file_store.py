@@ -331,6 +331,10 @@ class FileBackend:
         """See ``Backend.usage``."""
         return self.accounts.usage()
 
+    def problem(self) -> str:
+        """See ``Backend.problem``."""
+        return self._lock.problem()
+
     def stored_bytes(self, size_bytes: int) -> int:
         """See ``Backend.stored_bytes``."""
         return stored_bytes_of(size_bytes)

@@ -45,6 +45,10 @@ class StoreFiles:
             write_marker(self._directory, in_use)
             self.marker = in_use
 
+    def problem(self) -> str:
+        """Why they are not where they were; empty: they are. What is mapped is served all the same."""
+        return self._lock.problem()
+
     def abandon(self) -> None:
         """Let go of a store that could not be opened all the way: it is as it was found."""
         self.env.close()

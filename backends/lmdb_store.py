@@ -281,6 +281,10 @@ class LmdbBackend:
         """See ``Backend.usage``."""
         return self._space.usage()
 
+    def problem(self) -> str:
+        """See ``Backend.problem``."""
+        return self._files.problem()
+
     def stored_bytes(self, size_bytes: int) -> int:
         """See ``Backend.stored_bytes``."""
         return chunk_count(size_bytes) * CHUNK_BYTES

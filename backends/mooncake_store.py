@@ -325,6 +325,10 @@ class MooncakeBackend:
         """Of the whole pool with all its users and all copies; a moment old, or older while no master answers."""
         return self._pool.usage()
 
+    def problem(self) -> str:
+        """See ``Backend.problem``: a master that does not answer is told by its metrics."""
+        return ""
+
     def stored_bytes(self, size_bytes: int) -> int:
         """See ``Backend.stored_bytes``; of one copy."""
         return HEADER_BYTES + size_bytes

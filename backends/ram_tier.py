@@ -133,6 +133,10 @@ class RamTier:
         """Of the backend."""
         return self._inner.usage()
 
+    def problem(self) -> str:
+        """See ``Backend.problem``."""
+        return self._inner.problem()
+
     def stored_bytes(self, size_bytes: int) -> int:
         """See ``Backend.stored_bytes``."""
         return self._inner.stored_bytes(size_bytes)

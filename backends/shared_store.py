@@ -133,6 +133,10 @@ class SharedStore:
             self._counters.verified.update(outcomes)
         return outcomes
 
+    def problem(self) -> str:
+        """See ``Backend.problem``."""
+        return self._backend.problem()
+
     def stored_bytes(self, size_bytes: int) -> int:
         """See ``Backend.stored_bytes``."""
         return self._backend.stored_bytes(size_bytes)

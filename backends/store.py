@@ -284,6 +284,10 @@ class ObjectStore:
         with self._lock:
             self._catalog.set_capacity(capacity_bytes)
 
+    def problem(self) -> str:
+        """See ``Backend.problem``."""
+        return self._backend.problem()
+
     def stored_bytes(self, size_bytes: int) -> int:
         """See ``Backend.stored_bytes``."""
         return self._backend.stored_bytes(size_bytes)

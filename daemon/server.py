@@ -111,7 +111,12 @@ class Daemon:
         if config.ready_file:
             remove_ready_file(config.ready_file)
         listeners = Listeners(inherited_sockets(self._environment), stages, mode=config.socket_mode_bits)
-        probes = Probes(metrics=self._render_metrics, is_alive=self._is_alive, readiness=lambda: self._readiness)
+        probes = Probes(
+            metrics=self._render_metrics,
+            is_alive=self._is_alive,
+            problem=self._problem,
+            readiness=lambda: self._readiness,
+        )
         http = await start_http(config, listeners, probes, self.admin, self.metrics, stages)
         start_status(self.status_feed, self.admin, stages)
         self._readiness = "recovering"
@@ -213,6 +218,9 @@ class Daemon:
         if self._snapshot is not None:
             await self._snapshot.refresh()
         return self.metrics.render()
+
+    async def _problem(self) -> str:
+        return "" if self._storage is None else await self._storage.problem()
 
     async def _is_alive(self) -> bool:
         return self._storage is None or await self._storage.is_alive()

@@ -93,6 +93,10 @@ class Store(Protocol):
         """Another capacity; raises ConfigError or BackendError and keeps the old one where it cannot be."""
         ...
 
+    def problem(self) -> str:
+        """What is wrong with the medium as a whole; empty: nothing."""
+        ...
+
     def stored_bytes(self, size_bytes: int) -> int:
         """What an object of so many bytes takes of the capacity."""
         ...
@@ -155,6 +159,13 @@ class Storage:
         except Exception:
             return False
         return True
+
+    async def problem(self) -> str:
+        """Why what is stored now will not be there later, or cannot be stored at all; empty: nothing is known."""
+        try:
+            return await self.ask(self.store.problem, timeout_s=PROBE_TIMEOUT_S)
+        except Exception:
+            return "the storage does not answer"
 
     def close(self, *, timeout_s: float) -> bool:
         """Blocking. Waits for the threads, then closes the store; False, and nothing closed, when one is stuck.

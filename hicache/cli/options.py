@@ -19,6 +19,7 @@ EXIT_UNREACHABLE = 3  # no hicached answers
 
 
 DEFAULT_ADMIN = DEFAULT_ADDRESS
+ADMIN_VARIABLE = "HICACHE_ADMIN"
 TOKEN_FILE_BYTES_MAX = 4096
 
 Command = TypeVar("Command", bound=Callable[..., Any])  # Any: what click decorates
@@ -37,7 +38,13 @@ def admin_options(command: Command) -> Command:
         help="File with the token to ask with; without it, the daemon goes by the user that runs this command.",
     )(command)
     return click.option(
-        "--admin", metavar="PATH", default=DEFAULT_ADMIN, show_default=True, help="Admin socket of the hicached to ask."
+        "--admin",
+        metavar="PATH",
+        envvar=ADMIN_VARIABLE,
+        default=DEFAULT_ADMIN,
+        show_default=True,
+        show_envvar=True,
+        help="Admin socket of the hicached to ask.",
     )(command)
 
 
