@@ -1,50 +1,53 @@
-"""`hicache`: the command line for people who operate engines and hicached. One module a verb."""
+"""`hicache`: the command line for people who operate engines and hicached. One module a verb, imported when asked for."""
 
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from importlib.metadata import version
 
 import click
 
-from hicache.cli.admin import exit_code
-from hicache.cli.archives import export_command, import_command
-from hicache.cli.calibrate import calibrate
-from hicache.cli.completion import completion
-from hicache.cli.demo import demo
-from hicache.cli.doctor import doctor
-from hicache.cli.namespaces import namespaces
-from hicache.cli.status import status
-from hicache.cli.tenants import tenants
-from hicache.cli.top import top
-from hicache.cli.trace import trace
-from hicache.cli.verify import verify
 from hicache.errors import HiCacheError
-from hicache.plan.command import plan
+
+COMMANDS = {
+    "status": "hicache.cli.status:status",
+    "top": "hicache.cli.top:top",
+    "tenants": "hicache.cli.tenants:tenants",
+    "namespaces": "hicache.cli.namespaces:namespaces",
+    "verify": "hicache.cli.verify:verify",
+    "export": "hicache.cli.archives:export_command",
+    "import": "hicache.cli.archives:import_command",
+    "trace": "hicache.cli.trace:trace",
+    "doctor": "hicache.cli.doctor:doctor",
+    "plan": "hicache.plan.command:plan",
+    "calibrate": "hicache.cli.calibrate:calibrate",
+    "demo": "hicache.cli.demo:demo",
+    "completion": "hicache.cli.completion:completion",
+}
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+class LazyGroup(click.Group):
+    """Imports the module of a command when it is run, completed or listed: most take longer than what they do."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """In the order of COMMANDS."""
+        return list(COMMANDS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """None for a command that there is not."""
+        if cmd_name not in COMMANDS:
+            return None
+        module, _, name = COMMANDS[cmd_name].partition(":")
+        command = getattr(import_module(module), name)
+        assert isinstance(command, click.Command)
+        return command
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(version("hicache"), prog_name="hicache")
 def cli() -> None:
     """Hierarchical KV-cache storage for LLM inference."""
-
-
-for command in (
-    status,
-    top,
-    tenants,
-    namespaces,
-    verify,
-    export_command,
-    import_command,
-    trace,
-    doctor,
-    plan,
-    calibrate,
-    demo,
-    completion,
-):
-    cli.add_command(command)
 
 
 def main() -> None:
@@ -52,5 +55,7 @@ def main() -> None:
     try:
         cli(prog_name="hicache")
     except HiCacheError as error:
+        from hicache.cli.admin import exit_code
+
         click.echo(f"hicache: {error}", err=True)
         sys.exit(exit_code(error))
