@@ -129,7 +129,6 @@ def store_readings(snapshot: StoreSnapshot) -> Iterator[Reading]:
             lambda stats: stats.eviction_failures,
         ),
         (
-            "hicache_store_verified_objects",
             "Objects that a verify has read.",
             lambda stats: sum(stats.verified.values()),
         ),

@@ -1,4 +1,4 @@
-"""`hicache`: the command line for people who operate engines and hicached. One module a verb, imported when asked for."""
+"""`hicache`: the command line for people who operate engines and hicached. One module a verb, imported when needed."""
 
 from __future__ import annotations
 
