@@ -128,10 +128,6 @@ def store_readings(snapshot: StoreSnapshot) -> Iterator[Reading]:
             "Objects that could not be evicted.",
             lambda stats: stats.eviction_failures,
         ),
-        (
-            "Objects that a verify has read.",
-            lambda stats: sum(stats.verified.values()),
-        ),
         ("hicache_store_corrupt_objects", "Corrupt objects met and dropped.", lambda stats: stats.corrupt_dropped),
     )
     for name, description, read in counters:
