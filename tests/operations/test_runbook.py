@@ -129,6 +129,7 @@ def node(folder: Path) -> Iterator[Node]:
     made.stop()
 
 
+@pytest.mark.timeout(300)  # some thirty processes, which wait for each other where cores are short
 def test_the_commands_of_the_runbook_work_from_top_to_bottom(node: Node) -> None:
     install, *others = blocks()
     assert len(others) >= 11
