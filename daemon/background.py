@@ -7,7 +7,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from typing import TypeVar
 
 import msgspec
@@ -83,12 +83,18 @@ class Background:
             await response.prepare(request)
             started_s = told_s = self._clock()
             latest: T | None = None
+
+            async def tell() -> None:
+                """Also finds out that nobody reads any more: then the write raises ConnectionError, which ends all."""
+                nonlocal told_s
+                if latest is not None and self._clock() - told_s >= LINE_INTERVAL_S:
+                    told_s = self._clock()
+                    await response.write(_json_line(line(latest, False)))
+
             try:
                 async for latest in steps:
-                    if self._clock() - told_s >= LINE_INTERVAL_S:
-                        told_s = self._clock()
-                        await response.write(_json_line(line(latest, False)))
-                    await self._pause(delay_s(latest, self._clock() - started_s))
+                    await tell()
+                    await self._pause(delay_s(latest, self._clock() - started_s), tell)
                 assert latest is not None
                 await response.write(_json_line(line(latest, True)))
             except (HiCacheError, AdminError) as error:
@@ -96,12 +102,14 @@ class Background:
         await response.write_eof()
         return response
 
-    async def _pause(self, delay_s: float) -> None:
-        """A stop does not wait for it."""
-        if delay_s > 0:
+    async def _pause(self, delay_s: float, tell: Callable[[], Awaitable[None]]) -> None:
+        """A stop does not wait for it, and ``tell`` is asked all the while."""
+        until_s = self._clock() + delay_s
+        while (left_s := until_s - self._clock()) > 0 and not self._closing.is_set():
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(delay_s):
+                async with asyncio.timeout(min(left_s, LINE_INTERVAL_S)):
                     await self._closing.wait()
+            await tell()
 
 
 _END = object()

@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from hicache.admin.client import Admin
+from hicache.admin.store_messages import VerifyRequest
+from hicache.admin.verbs import VERIFY
 from hicache.outcome import Outcome
 from tests.backends.payloads import payload
 from tests.cli.conftest import model, run, store
 from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.raw_links import object_key
+from tests.daemon.rig import wait_until
 
 
 def damage(folder: Path, number: int, size_bytes: int = 5000) -> None:
@@ -91,7 +95,7 @@ def test_the_rate_bounds_what_is_read(daemon: ThreadedDaemon, admin: str, monkey
 
     waited: list[float] = []
 
-    async def note(_: Background, delay_s: float) -> None:
+    async def note(_: Background, delay_s: float, tell: object) -> None:
         waited.append(delay_s)
 
     monkeypatch.setattr(Background, "_pause", note)
@@ -102,6 +106,18 @@ def test_the_rate_bounds_what_is_read(daemon: ThreadedDaemon, admin: str, monkey
     waited.clear()
     assert run("verify", "--admin", admin, "--rate", "100GiB/s").code == 0
     assert max(waited) < 0.1
+
+
+def test_a_verify_that_nobody_reads_any_more_ends(daemon: ThreadedDaemon, admin: str) -> None:
+    """At a rate at which it would take minutes, so that only the end of its reader ends it."""
+    with Client(daemon.target) as client:
+        store(client, range(8), 2_000_000)
+    request = VerifyRequest(bytes_per_s=1 << 16)
+    with Admin(admin).open(VERIFY, request, silence_s=30.0) as parts:
+        next(parts)
+        busy = run("verify", "--admin", admin)
+        assert (busy.code, "another one is running" in busy.err) == (1, True), busy
+    wait_until(lambda: run("verify", "--admin", admin, "--rate", "10GiB").code == 0, what="the other one has ended")
 
 
 @pytest.mark.parametrize("backend", ["lmdb", "file"])
