@@ -15,7 +15,7 @@ comma := ,
 PYTHON ?= $(shell for python in python3.11 python3; do \
 	$$python -c 'import sys, venv, ensurepip; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1 && echo $$python && break; done)
 
-.PHONY: help setup run test check mooncake mooncake-setup engines engines-setup install-systemd uninstall-systemd stubs format clean \
+.PHONY: help setup run test bench check mooncake mooncake-setup engines engines-setup install-systemd uninstall-systemd stubs format clean \
 	$(ENGINES:%=engines-%) $(ENGINES:%=engines-setup-%)
 
 help: ## Show this list
@@ -50,6 +50,10 @@ run: setup ## Run the demo on embedded defaults; ARGS="--json -" for more
 
 test: setup ## Run the tests; ARGS="-k keys", ARGS=--cov for coverage
 	@$(BIN)/python -m pytest -q $(ARGS)
+
+bench: setup ## Run the measurements that say how fast it is, each beside its physical limit; ARGS=--quick
+	@for name in store transfer lookup admission hybrid; do \
+		echo "== python -m bench.$$name $(ARGS)"; $(BIN)/python -m bench.$$name $(ARGS) || exit 1; done
 
 check: setup ## Format, lint, types, layering, generated stubs fresh
 	@$(BIN)/ruff format --check .

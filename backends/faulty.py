@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, TypeAlias
 
-from hicache.backends.base import Backend, GetItem, PutItem, StoredBatch, Usage
+from hicache.backends.base import Backend, GetItem, PutItem, StoredBatch, Usage, WalkedObject
 from hicache.errors import UsageError
 from hicache.outcome import Outcome
 
@@ -146,9 +146,17 @@ class FaultyBackend:
         """See ``Backend.scan``."""
         return self._inner.scan()
 
+    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+        """See ``Backend.walk``."""
+        return self._inner.walk(after=after)
+
     def usage(self) -> Usage:
         """See ``Backend.usage``."""
         return self._inner.usage()
+
+    def problem(self) -> str:
+        """See ``Backend.problem``."""
+        return self._inner.problem()
 
     def stored_bytes(self, size_bytes: int) -> int:
         """See ``Backend.stored_bytes``."""

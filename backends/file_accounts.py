@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
-from hicache.backends.base import Usage
+from hicache.backends.base import StoredBatch, Usage
+from hicache.backends.file_layout import stored_bytes_of
 
 
 class Counts(NamedTuple):
@@ -102,3 +103,12 @@ class Accounts:
         """The object is stored, or will not be."""
         with self._lock:
             self._reserved_bytes -= stored_bytes
+
+
+def counts_of(found: Iterable[StoredBatch]) -> Counts:
+    """What these objects take."""
+    counts = Counts()
+    for batch in found:
+        stored_bytes = stored_bytes_of(batch.sizes_bytes)
+        counts = counts.plus(Counts(len(batch.keys), int(batch.sizes_bytes.sum()), int(stored_bytes.sum())))
+    return counts

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
-from hicache.backends.base import GetItem, Number, PutItem, StoredBatch, Usage, is_storable_key
+from hicache.backends.base import GetItem, Number, PutItem, StoredBatch, Usage, WalkedObject, is_storable_key
 from hicache.backends.file_accounts import Accounts, Counts
 from hicache.backends.file_calls import FileCalls
 from hicache.backends.file_layout import stored_bytes_of
@@ -171,10 +171,18 @@ class SharedFileBackend:
         """See ``Backend.touch``."""
         self._files.touch(used)
 
+    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+        """See ``Backend.walk``."""
+        return self._files.walk(after=after)
+
     def usage(self) -> Usage:
         """Of the whole folder, by what all writers have told."""
         self._keep_up_when_due()
         return self._accounts.usage()
+
+    def problem(self) -> str:
+        """See ``Backend.problem``."""
+        return self._files.problem()
 
     def stored_bytes(self, size_bytes: int) -> int:
         """See ``Backend.stored_bytes``."""

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Self
@@ -14,8 +14,17 @@ from typing import Self
 import msgspec
 import xxhash
 
-from hicache.backends.base import SCAN_OBJECTS_MAX, GetItem, PutItem, StoredBatch, Usage, is_storable_key
-from hicache.backends.file_accounts import Accounts, Counts
+from hicache.backends.base import (
+    SCAN_OBJECTS_MAX,
+    WALK_OBJECTS_MAX,
+    GetItem,
+    PutItem,
+    StoredBatch,
+    Usage,
+    WalkedObject,
+    is_storable_key,
+)
+from hicache.backends.file_accounts import Accounts, Counts, counts_of
 from hicache.backends.file_calls import FileCalls
 from hicache.backends.file_direct import wins
 from hicache.backends.file_layout import key_of_name, object_path, stored_bytes_of
@@ -27,7 +36,7 @@ from hicache.backends.helpers import Helpers
 from hicache.backends.lock import DirectoryLock, opening_alone
 from hicache.backends.marker import current_boot_id, new_marker, read_marker, write_marker
 from hicache.backends.progress import tell_progress
-from hicache.backends.space import OUT_OF_SPACE_ERRNOS, free_bytes, total_bytes
+from hicache.backends.space import OUT_OF_SPACE_ERRNOS, free_bytes, require_possible
 from hicache.errors import BackendError, ConfigError
 from hicache.notices import Notices
 from hicache.outcome import Outcome
@@ -64,7 +73,7 @@ class FileBackend:
         self._helpers = Helpers("hicache-file")
         self._first_walk: list[StoredBatch] | None = None  # until the first scan, or the first change
         with opening_alone(directory) if settings.shared else contextlib.nullcontext():
-            marker = read_marker(directory, kind=STORE_KIND, version=STORE_VERSION)
+            marker = read_marker(directory, kind=STORE_KIND, versions=(STORE_VERSION,))
             marker = marker or new_marker(STORE_KIND, STORE_VERSION)
             write_marker(directory, msgspec.structs.replace(marker, boot_id=current_boot_id(), is_clean=False))
             os.makedirs(self._objects, exist_ok=True)
@@ -101,11 +110,11 @@ class FileBackend:
         settings = settings or FileSettings()
         lock = DirectoryLock(directory, is_shared=settings.shared)
         try:
-            _require_possible(directory, capacity_bytes)
+            require_possible(directory, capacity_bytes)
             backend = cls(directory, lock, capacity_bytes=capacity_bytes, settings=settings, calls=calls or FileCalls())
             if not settings.shared:
                 backend._first_walk = list(backend._walk())
-                backend.accounts.settle(_counts_of(backend._first_walk), Counts())
+                backend.accounts.settle(counts_of(backend._first_walk), Counts())
             return backend
         except BaseException:
             lock.release()
@@ -113,7 +122,7 @@ class FileBackend:
 
     def count(self) -> Counts:
         """What a walk over all files finds; takes seconds for a million."""
-        return _counts_of(self._walk())
+        return counts_of(self._walk())
 
     def _walk(self) -> Iterator[StoredBatch]:
         """Every object; files that are none of ours are left alone."""
@@ -301,9 +310,30 @@ class FileBackend:
         found, self._first_walk = self._first_walk, None
         yield from found if found is not None else self._walk()
 
+    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+        """See ``Backend.walk``. In the order of folders and names; opens each file for its namespace."""
+        self._require_open()
+        start = self.path_of(after) if after else ""
+        for folder in self.folders():
+            if folder < os.path.dirname(start):
+                continue
+            found = sorted((self.path_of(key), key, stat) for key, stat in self.in_folder(folder))
+            ahead = (entry for entry in found if entry[0] > start)
+            while some := list(islice(ahead, WALK_OBJECTS_MAX)):
+                yield [
+                    WalkedObject(
+                        key, payload_bytes_of(stat.st_size), stat.st_mtime, self._files.namespace_tag(path, key)
+                    )
+                    for path, key, stat in some
+                ]
+
     def usage(self) -> Usage:
         """See ``Backend.usage``."""
         return self.accounts.usage()
+
+    def problem(self) -> str:
+        """See ``Backend.problem``."""
+        return self._lock.problem()
 
     def stored_bytes(self, size_bytes: int) -> int:
         """See ``Backend.stored_bytes``."""
@@ -317,7 +347,7 @@ class FileBackend:
         """See ``Backend.resize``. Files take space as they come, so this is a number."""
         if capacity_bytes < CAPACITY_BYTES_MIN:
             raise ConfigError("capacity_bytes", capacity_bytes, f"at least {CAPACITY_BYTES_MIN}")
-        _require_possible(self.directory, capacity_bytes)
+        require_possible(self.directory, capacity_bytes)
         if not self.accounts.set_capacity(capacity_bytes):
             raise BackendError("more is stored than the smaller capacity holds: delete first")
         self.spares.bytes_max = capacity_bytes // SPARE_SHARE
@@ -361,26 +391,5 @@ class FileBackend:
             self._files.unlink(self.spares.give_up(bytes_max))
 
 
-def _counts_of(found: Iterable[StoredBatch]) -> Counts:
-    counts = Counts()
-    for batch in found:
-        stored_bytes = stored_bytes_of(batch.sizes_bytes)
-        counts = counts.plus(Counts(len(batch.keys), int(batch.sizes_bytes.sum()), int(stored_bytes.sum())))
-    return counts
-
-
 def _outcome_of(error: OSError) -> Outcome:
     return Outcome.NO_SPACE if error.errno in OUT_OF_SPACE_ERRNOS else Outcome.IO_ERROR
-
-
-def _require_possible(directory: Path, capacity_bytes: int) -> None:
-    """Raise ConfigError for more than the file system could ever hold.
-
-    What is free today is no condition: the free space floor of the store looks after that while it runs.
-    """
-    total = total_bytes(directory)
-    if capacity_bytes > total:
-        expected = (
-            f"at most {total}, the size of the file system of {directory}; lower capacity_bytes, or choose another path"
-        )
-        raise ConfigError("capacity_bytes", capacity_bytes, expected)

@@ -49,6 +49,18 @@ class DirectoryLock:
                 return fd
             os.close(fd)  # somebody replaced the file between open and flock
 
+    def problem(self) -> str:
+        """Why the directory is not what it was when it was locked, for people; empty: it is."""
+        directory = self._path.parent
+        try:
+            if self._fd is None or not names_file(self._path, self._fd):
+                return f"{directory} is gone, or another directory is there: was its disk unmounted or replaced?"
+            if not os.access(directory, os.W_OK):
+                return f"{directory} cannot be written any more: is its file system read-only?"
+        except OSError as error:
+            return f"{directory} cannot be read: {error.strerror}"
+        return ""
+
     def release(self) -> None:
         """Let go. Idempotent. The file stays: removing it would let two owners lock two files."""
         if self._fd is not None and os.getpid() == self._pid:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from hicache.backends.base import Backend, GetItem, Number, PutItem, Usage
+from hicache.backends.base import Backend, GetItem, Number, PutItem, Usage, WalkedObject
 from hicache.backends.events import Subscription
 from hicache.backends.leases import NO_LEASE, KeyLeases
 from hicache.backends.store_stats import Holds, Operation, StoreCounters, StoreStats, TenantStats
@@ -122,6 +122,22 @@ class SharedStore:
         with self._lock:
             self._counters.bytes_read += sum(read)
         return outcomes
+
+    def verify(self, items: Sequence[GetItem]) -> list[Outcome]:
+        """See ``Backend.get_into``: whether a read counts as use is the store's to say."""
+        return self._counted(Operation.VERIFY, len(items), lambda: self._backend.get_into(items))
+
+    def problem(self) -> str:
+        """See ``Backend.problem``."""
+        return self._backend.problem()
+
+    def stored_bytes(self, size_bytes: int) -> int:
+        """See ``Backend.stored_bytes``."""
+        return self._backend.stored_bytes(size_bytes)
+
+    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+        """See ``Backend.walk``."""
+        return self._backend.walk(after=after)
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
         """See ``Backend.put``."""

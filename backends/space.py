@@ -80,3 +80,16 @@ def no_room(path: Path, capacity_bytes: int, *, missing_bytes: int, free: int, f
         f"a capacity that fits: {path} needs {missing_bytes} bytes more and the file system lets it have {free}{kept}; "
         "lower capacity_bytes, free space, or choose another path",
     )
+
+
+def require_possible(directory: Path, capacity_bytes: int) -> None:
+    """Raise ConfigError for more than the file system could ever hold.
+
+    What is free today is no condition: the free space floor of the store looks after that while it runs.
+    """
+    total = total_bytes(directory)
+    if capacity_bytes > total:
+        expected = (
+            f"at most {total}, the size of the file system of {directory}; lower capacity_bytes, or choose another path"
+        )
+        raise ConfigError("capacity_bytes", capacity_bytes, expected)

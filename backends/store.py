@@ -10,7 +10,7 @@ from itertools import chain, islice
 
 import numpy as np
 
-from hicache.backends.base import Backend, GetItem, PutItem, Usage
+from hicache.backends.base import Backend, GetItem, PutItem, Usage, WalkedObject
 from hicache.backends.catalog import Catalog, Read, tenant_of
 from hicache.backends.events import Removal, Subscription
 from hicache.backends.eviction import Evictor
@@ -102,6 +102,11 @@ class ObjectStore:
         return self._objects_max_set or min(self._capacity_bytes // self._backend.stored_bytes(1), OBJECTS_MAX)
 
     @property
+    def backend_name(self) -> str:
+        """What it is stored in."""
+        return self._backend.name
+
+    @property
     def store_id(self) -> bytes:
         """Another one after the content was lost."""
         return self._backend.store_id
@@ -177,34 +182,42 @@ class ObjectStore:
 
     def get_into(self, items: Sequence[GetItem]) -> list[Outcome]:
         """See ``Backend.get_into``. Counts as use."""
+        outcomes = self._read(items, Operation.GET)
+        self._recency.write_when_due()
+        return outcomes
+
+    def verify(self, items: Sequence[GetItem]) -> list[Outcome]:
+        """As ``get_into``, without counting as use: what is corrupt is dropped, and the order of eviction stays."""
+        return self._read(items, Operation.VERIFY)
+
+    def _read(self, items: Sequence[GetItem], operation: Operation) -> list[Outcome]:
         with self._lock:
             known = self._catalog.find([item.key for item in items])
             reading = Read({item.key for item, is_known in zip(items, known, strict=True) if is_known})
             self._catalog.reads.append(reading)
-            self._catalog.counters.begin(Operation.GET, len(items))
+            self._catalog.counters.begin(operation, len(items))
         outcomes = [Outcome.IO_ERROR] * len(items)
         try:
             read = iter(self._backend.get_into([item for item, is_known in zip(items, known, strict=True) if is_known]))
             outcomes = [next(read) if is_known else Outcome.ABSENT for is_known in known]
         finally:
             with self._lock:
-                self._note_read(items, outcomes, reading)
+                self._note_read(items, outcomes, reading, operation)
                 self._catalog.reads.remove(reading)
-        self._recency.write_when_due()
         return outcomes
 
-    def _note_read(self, items: Sequence[GetItem], outcomes: list[Outcome], reading: Read) -> None:
-        """Count a get, and forget what is not there or was dropped, unless it has been stored anew meanwhile."""
-        counters = self._catalog.counters
-        self._catalog.refresh(
-            [item.key for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK]
-        )
-        counters.end(Operation.GET, outcomes)
+    def _note_read(
+        self, items: Sequence[GetItem], outcomes: list[Outcome], reading: Read, operation: Operation
+    ) -> None:
+        """Count it, and forget what is not there or was dropped, unless it has been stored anew meanwhile."""
+        self._catalog.counters.end(operation, outcomes)
         for item, outcome in zip(items, outcomes, strict=True):
-            if outcome is Outcome.OK:
-                counters.bytes_read += item.target.nbytes
-            elif outcome in (Outcome.ABSENT, Outcome.CORRUPT) and item.key in reading.keys:
+            if outcome in (Outcome.ABSENT, Outcome.CORRUPT) and item.key in reading.keys:
                 self._catalog.lose(item.key)
+        if operation is Operation.GET:
+            read = [item for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK]
+            self._catalog.refresh([item.key for item in read])
+            self._catalog.counters.bytes_read += sum(item.target.nbytes for item in read)
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
         """See ``Backend.put``. Evicts at the high watermark down to the low one, and at a quota of the tenant's own.
@@ -276,6 +289,18 @@ class ObjectStore:
         self._evictor.set_capacity(capacity_bytes, objects_max=self._objects_max)
         with self._lock:
             self._catalog.set_capacity(capacity_bytes)
+
+    def problem(self) -> str:
+        """See ``Backend.problem``."""
+        return self._backend.problem()
+
+    def stored_bytes(self, size_bytes: int) -> int:
+        """See ``Backend.stored_bytes``."""
+        return self._backend.stored_bytes(size_bytes)
+
+    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+        """See ``Backend.walk``. Neither counts as use nor waits for those who do."""
+        return self._backend.walk(after=after)
 
     def set_limits(self, limits: StoreLimits) -> None:
         """Other limits of tenants from now on. A quota that became smaller holds from the tenant's next put on."""

@@ -27,6 +27,7 @@ class Operation(StrEnum):
     GET = "get"
     PUT = "put"
     DELETE = "delete"
+    VERIFY = "verify"  # read by a scrub: does not count as use
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +130,8 @@ class StoreStats:
 
     @property
     def corrupt_dropped(self) -> int:
-        """Gets that met a corrupt object."""
-        return self.gets.get(Outcome.CORRUPT, 0)
+        """Reads that met a corrupt object, those of a scrub too."""
+        return sum(self.finished[operation].get(Outcome.CORRUPT, 0) for operation in (Operation.GET, Operation.VERIFY))
 
 
 @dataclass(slots=True)

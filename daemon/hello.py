@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from hicache.backends.namespaces import NamespaceNames, namespace_tag
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.deployments import Deployments, read_membership
 from hicache.daemon.namespaces import KnownNamespaces, check_key_hash, read_descriptor
 from hicache.daemon.object_class import classes_of
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session, Sessions
-from hicache.daemon.tenants import Tenants
+from hicache.daemon.tenants import Tenant, Tenants
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.protocol import KEY_BYTES_MAX, PROTOCOL_VERSION, RefusalCode
 
@@ -32,11 +34,14 @@ class Identity:
 class Hellos:
     """Turns hellos into sessions. Event loop only."""
 
-    def __init__(self, config: DaemonConfig, identity: Identity, tenants: Tenants, sessions: Sessions) -> None:
+    def __init__(
+        self, config: DaemonConfig, identity: Identity, tenants: Tenants, sessions: Sessions, names: NamespaceNames
+    ) -> None:
         self._config = config
         self._identity = identity
         self._tenants = tenants
         self._sessions = sessions
+        self._names = names
         self.namespaces = KnownNamespaces()
         self._deployments = Deployments()
 
@@ -64,10 +69,17 @@ class Hellos:
             session, secret = self._sessions.open(tenant, printable(hello.client_name))
             session.authenticate = authenticate
             session.object_classes = classes_of(descriptor)
+            session.namespace_tag = namespace_tag(hello.namespace_digest)
             try:
+                self._note_use(tenant, hello)
                 yield session, self._welcome(session, secret, differences, is_local=peer.startswith("unix:"))
             finally:
                 self._sessions.end(session, secret)
+                self._note_use(tenant, hello)
+
+    def _note_use(self, tenant: Tenant, hello: pb.Hello) -> None:
+        """An engine of this namespace is here, or was until now."""
+        self._names.meet(tenant.digest, hello.namespace_digest, hello.namespace_descriptor, now_s=time.time())
 
     def _welcome(self, session: Session, secret: bytes, differences: list[str], *, is_local: bool) -> pb.Welcome:
         return pb.Welcome(

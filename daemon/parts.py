@@ -8,10 +8,12 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 
 import structlog
 from aiohttp import web
 
+from hicache.backends.namespaces import NamespaceNames
 from hicache.backends.shared_store import SharedStore
 from hicache.daemon.acceptor import BACKLOG
 from hicache.daemon.admin_api import AdminApi
@@ -35,7 +37,7 @@ from hicache.daemon.readings import (
     thread_readings,
     window_readings,
 )
-from hicache.daemon.recorder import TraceRecorder
+from hicache.daemon.recorder import Recorders, TraceRecorder
 from hicache.daemon.recovery import OpenedStore
 from hicache.daemon.sessions import Sessions
 from hicache.daemon.settings import HostPort
@@ -76,8 +78,8 @@ async def start_http(
         stages.push_async_callback(server.stop)
         return await server.start(listener)
 
-    guarded = [*probes.routes(), *admin.routes(is_guarded=True)]
-    await serve(listeners.unix("admin", config.admin_socket, backlog=CONNECTIONS_MAX), guarded)
+    listener = listeners.unix("admin", config.admin_socket, backlog=CONNECTIONS_MAX)
+    await serve(listener, [*probes.routes(), *admin.routes(is_guarded=True)])
     routes = [*Page().routes(), *probes.routes(), *admin.routes(is_guarded=False)]
     match config.http_address:
         case None:
@@ -94,24 +96,34 @@ def start_status(feed: StatusFeed, admin: AdminApi, stages: AsyncExitStack) -> N
     stages.push_async_callback(feed.stop)
 
 
-def open_recorder(config: DaemonConfig, stages: AsyncExitStack) -> TraceRecorder | None:
-    """What writes the trace of look-ups, if one is wanted."""
+def open_recorder(config: DaemonConfig, recorders: Recorders, stages: AsyncExitStack) -> None:
+    """Writes the trace of look-ups to ``trace_file``, if that is wanted."""
     if not config.trace_file:
-        return None
-    recorder = TraceRecorder(
+        return
+    recorder = TraceRecorder.open(
         config.trace_file, bytes_max=config.trace_bytes_max, block_tokens=config.trace_block_tokens
     )
     stages.callback(recorder.close)
-    return recorder
+    recorders.add(recorder)
+
+
+def open_names(config: DaemonConfig, storage: Storage, stages: AsyncExitStack) -> NamespaceNames:
+    """What is known of namespaces; kept beside the store, where it has a directory of its own."""
+    directory = None if config.is_shared else Path(config.path)
+    names = NamespaceNames(
+        directory, on_failure=lambda reason: log.warning("namespaces lose their names", reason=reason)
+    )
+    upkeep = Upkeep(storage, names)
+    upkeep.start()
+    stages.callback(names.write)
+    stages.push_async_callback(upkeep.stop)
+    return names
 
 
 def start_storage(config: DaemonConfig, opened: OpenedStore, stages: AsyncExitStack, stopping: Stopping) -> Storage:
     """The threads that call the store; closing them closes it."""
     storage = Storage(opened.store, io_threads=config.io_threads, stuck_s=STUCK_S)
     stages.push_async_callback(_close_storage, storage, stopping)
-    upkeep = Upkeep(storage)
-    upkeep.start()
-    stages.push_async_callback(upkeep.stop)
     return storage
 
 

@@ -17,11 +17,13 @@ class Probes:
         *,
         metrics: Callable[[], Awaitable[bytes]],
         is_alive: Callable[[], Awaitable[bool]],
+        problem: Callable[[], Awaitable[str]],
         readiness: Callable[[], str],
     ) -> None:
-        """``readiness`` says ``ready``, or what the daemon is doing instead."""
+        """``problem`` says what is wrong with the medium, ``readiness`` ``ready`` or what the daemon does instead."""
         self._metrics = metrics
         self._is_alive = is_alive
+        self._problem = problem
         self._readiness = readiness
 
     def routes(self) -> list[web.RouteDef]:
@@ -36,8 +38,8 @@ class Probes:
         return web.Response(body=await self._metrics(), headers={"Content-Type": METRICS_TYPE})
 
     async def _get_health(self, _: web.Request) -> web.Response:
-        alive = await self._is_alive()
-        return web.Response(status=200 if alive else 503, text="ok\n" if alive else "the storage does not answer\n")
+        problem = await self._problem() if await self._is_alive() else "the storage does not answer"
+        return web.Response(status=503 if problem else 200, text=f"{problem or 'ok'}\n")
 
     async def _get_readiness(self, _: web.Request) -> web.Response:
         readiness = self._readiness()

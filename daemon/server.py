@@ -12,6 +12,9 @@ import structlog
 
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.daemon.admin_api import AdminApi
+from hicache.daemon.admin_store import serve_store_verbs
+from hicache.daemon.admin_tenants import TenantVerbs
+from hicache.daemon.admin_trace import serve_trace_verb
 from hicache.daemon.authority import Authority
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.control import Control
@@ -26,6 +29,7 @@ from hicache.daemon.parts import (
     lock_socket,
     make_sessions,
     measure_storage,
+    open_names,
     open_recorder,
     start_bulk,
     start_http,
@@ -36,6 +40,7 @@ from hicache.daemon.parts import (
 )
 from hicache.daemon.probes import Probes
 from hicache.daemon.readings import StoreSnapshot
+from hicache.daemon.recorder import Recorders
 from hicache.daemon.recovery import OpenedStore, RecoveryProgress, open_store, recover
 from hicache.daemon.reload import Reloadable, Reloader
 from hicache.daemon.service import HiCachedService
@@ -107,7 +112,12 @@ class Daemon:
         if config.ready_file:
             remove_ready_file(config.ready_file)
         listeners = Listeners(inherited_sockets(self._environment), stages, mode=config.socket_mode_bits)
-        probes = Probes(metrics=self._render_metrics, is_alive=self._is_alive, readiness=lambda: self._readiness)
+        probes = Probes(
+            metrics=self._render_metrics,
+            is_alive=self._is_alive,
+            problem=self._problem,
+            readiness=lambda: self._readiness,
+        )
         http = await start_http(config, listeners, probes, self.admin, self.metrics, stages)
         start_status(self.status_feed, self.admin, stages)
         self._readiness = "recovering"
@@ -115,19 +125,25 @@ class Daemon:
         self._storage = storage = start_storage(config, opened, stages, self._stopping)
         self._snapshot = measure_storage(self.metrics, storage, opened, tenants)
         start_miss_watch(self.metrics, stages)
+        names = open_names(config, storage, stages)
         sessions = make_sessions(config, storage, tenants, self.metrics)
         start_memory_socket(config, listeners, sessions, self.metrics, stages)
         transfers = Transfers(storage, self.metrics, chunk_bytes_ceiling=chunk_bytes_ceiling(config))
         bulk, bulk_listen = start_bulk(config, listeners, sessions, transfers, self.metrics, stages)
         identity = Identity(daemon_version(), opened.store_id, bulk_listen.port if bulk_listen else 0)
-        hellos = Hellos(config, identity, tenants, sessions)
-        service = self._make_service(hellos, sessions, storage)
+        recorders = Recorders()
+        open_recorder(config, recorders, stages)
+        hellos = Hellos(config, identity, tenants, sessions, names)
+        background = serve_store_verbs(self.admin, config, storage, tenants, sessions, names, stages)
+        serve_trace_verb(self.admin, recorders)
+        service = self._make_service(hellos, sessions, storage, recorders)
         server = GrpcServer(config, service, sessions, listeners)
         stages.push_async_callback(server.stop)
         listen = await server.start()
         listeners.check_all_used()
         self.drain.watch(sessions, busy_calls=lambda: service.busy_count + bulk.busy_count)
         self._start_reloader([TenantReload(tenants, sessions, storage.store)], storage.store)
+        TenantVerbs(self.reloader, storage, tenants, sessions, names, background).serve(self.admin)
         self._reporter.serve_from(Parts(storage, sessions, tenants, hellos.namespaces, transfers.slowest))
         return self._announce(Ready(os.getpid(), config.socket, listen, str(bulk_listen or ""), http))
 
@@ -167,7 +183,9 @@ class Daemon:
         self._reloader = Reloader(self._config, self._reread, parts, store=store, manager=self._manager)
         serve_lifecycle(self.admin, self.drain, self._reloader, drain_s=lambda: self.drain_s)
 
-    def _make_service(self, hellos: Hellos, sessions: Sessions, storage: Storage) -> HiCachedService:
+    def _make_service(
+        self, hellos: Hellos, sessions: Sessions, storage: Storage, recorders: Recorders
+    ) -> HiCachedService:
         config = self._config
         return HiCachedService(
             config,
@@ -178,7 +196,7 @@ class Daemon:
             ),
             watches=Watches(storage, step_timeout_s=config.call_timeout_s_max),
             metrics=self.metrics,
-            recorder=open_recorder(config, self._stages),
+            recorders=recorders,
         )
 
     def _announce(self, ready: Ready) -> Ready:
@@ -202,6 +220,9 @@ class Daemon:
         if self._snapshot is not None:
             await self._snapshot.refresh()
         return self.metrics.render()
+
+    async def _problem(self) -> str:
+        return "" if self._storage is None else await self._storage.problem()
 
     async def _is_alive(self) -> bool:
         return self._storage is None or await self._storage.is_alive()

@@ -15,7 +15,7 @@ from hicache.daemon.control import Control, Space
 from hicache.daemon.first_messages import FirstMessages
 from hicache.daemon.hello import Hellos
 from hicache.daemon.metrics import Metrics
-from hicache.daemon.recorder import TraceRecorder
+from hicache.daemon.recorder import Recorders
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session as OpenSession
 from hicache.daemon.sessions import Sessions
@@ -41,7 +41,7 @@ class HiCachedService:
         control: Control,
         watches: Watches,
         metrics: Metrics,
-        recorder: TraceRecorder | None = None,
+        recorders: Recorders,
     ) -> None:
         self._config = config
         self._hellos = hellos
@@ -49,7 +49,7 @@ class HiCachedService:
         self._control = control
         self._watches = watches
         self._metrics = metrics
-        self._recorder = recorder
+        self._recorders = recorders
         self._calls = Calls(metrics, call_timeout_s_max=config.call_timeout_s_max)
         self._turns = Turns()
         self._first_hellos = FirstMessages()
@@ -71,8 +71,7 @@ class HiCachedService:
         """OK or ABSENT for each key, with a lease on those that are OK if the client wants one."""
         async with self._session_call("Lookup", request.session_secret, context) as (session, deadline):
             keys = self._keys(request, session)
-            if self._recorder is not None:
-                self._recorder.lookup(session.tenant.name, keys)
+            self._recorders.lookup(session.tenant.name, keys)
             with self._metrics.tally.keys("Lookup", len(keys)) as items:
                 async with self._turns.one_of(session, len(keys), deadline=deadline):
                     outcomes, lease_id = await self._control.lookup(

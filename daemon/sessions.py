@@ -13,6 +13,7 @@ from typing import Protocol
 
 import structlog
 
+from hicache.backends.base import UNKNOWN_TAG
 from hicache.daemon.budget import ByteBudget, InflightBudgets
 from hicache.daemon.memory import Region, RegionRefused
 from hicache.daemon.rates import TenantRates
@@ -60,6 +61,7 @@ class Session:
         self.budget = budget
         self.rates = rates or TenantRates()
         self.object_classes: tuple[str, ...] = ()  # of the groups of its namespace
+        self.namespace_tag = UNKNOWN_TAG
         self.ended = False
         self.tier_fills: Mapping[str, TierFill] = {}  # as the client reported
         self.authenticate: Callable[[], Tenant] = lambda: tenant  # once more, with what the client came with

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-from hicache.backends.base import GetItem, PutItem, Usage
+from hicache.backends.base import GetItem, PutItem, Usage, WalkedObject
 from hicache.backends.events import Subscription
 from hicache.backends.store_stats import StoreStats, TenantStats
 from hicache.backends.tenant_limits import StoreLimits
@@ -25,6 +25,11 @@ PROBE_TIMEOUT_S = 0.5
 
 class Store(Protocol):
     """What the daemon calls of an object store (hicache.backends.store.ObjectStore). Thread-safe and blocking."""
+
+    @property
+    def store_id(self) -> bytes:
+        """Another one after the content was lost."""
+        ...
 
     is_indexed: bool  # whether it knows what it has: only then are there pins, watches, and limits of tenants
 
@@ -68,6 +73,14 @@ class Store(Protocol):
         """Reads each object into its target and verifies it there."""
         ...
 
+    def verify(self, items: Sequence[GetItem]) -> list[Outcome]:
+        """As ``get_into``, without counting as use."""
+        ...
+
+    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+        """All objects behind a key with their namespaces, in an order that stays."""
+        ...
+
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
         """Stores each object, evicting others where there is no room."""
         ...
@@ -78,6 +91,14 @@ class Store(Protocol):
 
     def resize(self, capacity_bytes: int) -> None:
         """Another capacity; raises ConfigError or BackendError and keeps the old one where it cannot be."""
+        ...
+
+    def problem(self) -> str:
+        """What is wrong with the medium as a whole; empty: nothing."""
+        ...
+
+    def stored_bytes(self, size_bytes: int) -> int:
+        """What an object of so many bytes takes of the capacity."""
         ...
 
     def set_limits(self, limits: StoreLimits) -> None:
@@ -138,6 +159,13 @@ class Storage:
         except Exception:
             return False
         return True
+
+    async def problem(self) -> str:
+        """Why what is stored now will not be there later, or cannot be stored at all; empty: nothing is known."""
+        try:
+            return await self.ask(self.store.problem, timeout_s=PROBE_TIMEOUT_S)
+        except Exception:
+            return "the storage does not answer"
 
     def close(self, *, timeout_s: float) -> bool:
         """Blocking. Waits for the threads, then closes the store; False, and nothing closed, when one is stuck.

@@ -61,6 +61,7 @@ def open_l3(
             raise _refused(fault, address, deployment)
         return client
     if scheme in EMBEDDED_SCHEMES:
+        from hicache.backends.namespaces import namespace_tag
         from hicache.embedded import EmbeddedL3
 
         if token:
@@ -73,6 +74,7 @@ def open_l3(
             memory=memory,
             tenant=tenant,
             object_bytes_max=spec.object_bytes_max,
+            namespace_tag=namespace_tag(spec.namespace),
         )
     raise ConfigError(
         "l3",

@@ -12,7 +12,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from hicache.backends.base import GetItem, PutItem
+from hicache.backends.base import UNKNOWN_TAG, GetItem, PutItem
 from hicache.errors import BackendError
 from hicache.l3 import Done, L3Item
 from hicache.lease_book import LeaseBook
@@ -68,11 +68,13 @@ class EmbeddedL3:
         *,
         memory: SharedMemory,
         tenant: str = DEFAULT_TENANT,
+        namespace_tag: int = UNKNOWN_TAG,
         settings: EmbeddedSettings | None = None,
     ) -> None:
         self._store = store
         self._memory = memory
         self._tenant = tenant_digest(tenant)
+        self._namespace_tag = namespace_tag
         self._settings = settings or EmbeddedSettings()
         self._notices = Notices(_log)
         self._leases = LeaseBook(clock=time.monotonic)
@@ -93,6 +95,7 @@ class EmbeddedL3:
         memory: SharedMemory,
         tenant: str = DEFAULT_TENANT,
         object_bytes_max: int = OBJECT_BYTES_MAX,
+        namespace_tag: int = UNKNOWN_TAG,
         settings: EmbeddedSettings | None = None,
     ) -> EmbeddedL3:
         """Open ``lmdb:///path`` or ``file:///path`` for this process alone, or join ``mooncake://host:port``.
@@ -103,7 +106,7 @@ class EmbeddedL3:
         from hicache.backends.open import open_store  # backends load what they store into
 
         store = open_store(url, capacity_bytes=capacity_bytes, object_bytes_max=object_bytes_max)
-        return cls(store, memory=memory, tenant=tenant, settings=settings)
+        return cls(store, memory=memory, tenant=tenant, namespace_tag=namespace_tag, settings=settings)
 
     @property
     def calls_running(self) -> int:
@@ -214,7 +217,7 @@ class EmbeddedL3:
             payloads = [views.enter_context(self._slice(item)) for item in items]
             return self._store.put(
                 [
-                    PutItem(physical_key(self._tenant, item.key), payload)
+                    PutItem(physical_key(self._tenant, item.key), payload, self._namespace_tag)
                     for item, payload in zip(items, payloads, strict=True)
                 ]
             )

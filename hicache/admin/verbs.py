@@ -13,6 +13,8 @@ from typing import Any, Generic, TypeVar
 
 from hicache.admin.lifecycle import DrainAnswer, DrainRequest, ReloadAnswer
 from hicache.admin.status import History, Status
+from hicache.admin.store_messages import ImportAnswer, Namespaces, TraceRequest, VerifyRequest
+from hicache.admin.tenant_messages import TenantAdd, TenantChange, TenantChanged, TenantList
 
 Body = TypeVar("Body")
 Answer = TypeVar("Answer")
@@ -51,10 +53,31 @@ EVENTS = Verb("events", "GET", "/v1/events", NoneType, Stream, is_public=True)
 DRAIN = Verb("drain", "POST", "/v1/drain", DrainRequest, DrainAnswer)
 RELOAD = Verb("reload", "POST", "/v1/reload", NoneType, ReloadAnswer)
 
+NAMESPACES = Verb("namespaces", "GET", "/v1/namespaces", NoneType, Namespaces)
+NAMESPACE_DROP = Verb("namespace_drop", "DELETE", "/v1/namespaces/{namespace}", NoneType, Stream)
+EXPORT = Verb("export", "GET", "/v1/namespaces/{namespace}/export", NoneType, Stream)
+IMPORT = Verb("import", "POST", "/v1/import", Stream, ImportAnswer)
+VERIFY = Verb("verify", "POST", "/v1/verify", VerifyRequest, Stream)
+TENANTS = Verb("tenants", "GET", "/v1/tenants", NoneType, TenantList)
+TENANT_ADD = Verb("tenant_add", "POST", "/v1/tenants", TenantAdd, TenantChanged)
+TENANT_CHANGE = Verb("tenant_change", "PATCH", "/v1/tenants/{tenant}", TenantChange, TenantChanged)
+TENANT_ERASE = Verb("tenant_erase", "DELETE", "/v1/tenants/{tenant}", NoneType, Stream)
+TRACE = Verb("trace", "POST", "/v1/trace", TraceRequest, Stream)
+
 VERBS: tuple[Verb[Any, Any], ...] = (  # Any: each row has types of its own
     STATUS,
     HISTORY,
     EVENTS,
     DRAIN,
     RELOAD,
+    NAMESPACES,
+    NAMESPACE_DROP,
+    EXPORT,
+    IMPORT,
+    VERIFY,
+    TRACE,
+    TENANTS,
+    TENANT_ADD,
+    TENANT_CHANGE,
+    TENANT_ERASE,
 )

@@ -16,7 +16,7 @@ from hicache.cli.options import EXIT_BAD, EXIT_DONE, admin_options, json_option,
 STORE_SILENT_S = 5.0  # a store that has not said how full it is for so long is in trouble
 
 
-@click.command()
+@click.command(epilog="\b\nExamples:\n  hicache status\n  hicache status --admin 127.0.0.1:9470 --json -")
 @admin_options
 @json_option
 def status(admin: str, token_file: str | None, json_path: str | None) -> None:

@@ -28,7 +28,7 @@ _SPECIAL_KEY = re.compile(rb"\x1b[\[O][0-9;]*[A-Za-z~]")
 REDRAW_S = 0.5  # also without news: the terminal may have another size
 
 
-@click.command()
+@click.command(epilog="\b\nExamples:\n  hicache top\n  hicache top --once --admin 127.0.0.1:9470")
 @admin_options
 @click.option("--once", is_flag=True, help="Show it once and end, as where the output is no terminal.")
 @json_option

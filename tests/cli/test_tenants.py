@@ -1,0 +1,199 @@
+"""`hicache tenants`: the file is changed in one step and taken at once, and an erase leaves nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+import pytest
+
+from hicache.daemon import tenants_file
+from hicache.daemon.tenants import Tenants
+from hicache.daemon.tenants_file import change_file, rotate_token
+from hicache.errors import ConfigError
+from hicache.tenancy import TENANT_BYTES, tenant_digest
+from tests.cli.conftest import Ran, run, store
+from tests.daemon.client import Client, refusal_code
+from tests.daemon.conftest import ThreadedDaemon
+from tests.daemon.rig import ALICE, BOB
+
+
+@pytest.fixture
+def served(start_thread: Callable[..., ThreadedDaemon], two_tenants: str) -> ThreadedDaemon:
+    Path(two_tenants).write_text(f"# who may come in\n\nalice {ALICE} weight=2\nbob {BOB}\n")
+    return start_thread(tenants_file=two_tenants)
+
+
+def token_of(ran: Ran) -> str:
+    """The line that is nothing but a token."""
+    [token] = [line for line in ran.out.splitlines() if len(line) == 43 and " " not in line]
+    return token
+
+
+def refused(daemon: ThreadedDaemon, token: str) -> str:
+    with pytest.raises(grpc.RpcError) as caught:
+        Client(daemon.target, token=token).close()
+    return refusal_code(caught.value)
+
+
+def test_a_new_tenant_comes_in_at_once_with_a_token_that_only_he_has(
+    served: ThreadedDaemon, two_tenants: str, admin: str
+) -> None:
+    ran = run("tenants", "add", "carol", "--set", "quota_bytes=1MiB", "--admin", admin)
+    assert ran.code == 0, ran.err
+    token = token_of(ran)
+    text = Path(two_tenants).read_text()
+    assert text.startswith("# who may come in\n\nalice ")
+    assert token not in text
+    assert Path(two_tenants).stat().st_mode & 0o777 == 0o600
+    with Client(served.target, token=token) as client:
+        store(client, range(3))
+        rows = {row["name"]: row for row in run("tenants", "list", "--admin", admin, "--json", "-").json["tenants"]}
+    assert list(rows) == ["alice", "bob", "carol"]
+    assert (rows["carol"]["objects"], rows["carol"]["sessions"]) == (3, 1)
+    assert (rows["carol"]["limits"]["quota_bytes"], rows["alice"]["limits"]["weight"]) == (1 << 20, 2)
+    assert "carol" in run("tenants", "list", "--admin", admin).out
+
+
+def test_a_rotated_token_ends_the_old_one_and_keeps_the_limits(
+    served: ThreadedDaemon, two_tenants: str, admin: str, folder: Path
+) -> None:
+    out = folder / "token"
+    ran = run("tenants", "rotate", "alice", "--token-out", out, "--admin", admin)
+    assert ran.code == 0, ran.err
+    token = out.read_text().strip()
+    assert out.stat().st_mode & 0o777 == 0o600
+    assert token not in ran.out + ran.err
+    assert refused(served, ALICE) == "BAD_TOKEN"
+    with Client(served.target, token=token):
+        pass
+    assert "weight=2" in Path(two_tenants).read_text()
+    with Client(served.target, token=BOB):
+        pass
+
+
+def test_limits_hold_at_once_and_an_empty_one_is_the_default_again(
+    served: ThreadedDaemon, two_tenants: str, admin: str
+) -> None:
+    def quota() -> float:
+        rows = run("tenants", "list", "--admin", admin, "--json", "-").json["tenants"]
+        return next(float(row["limits"]["quota_bytes"]) for row in rows if row["name"] == "bob")
+
+    assert run("tenants", "quota", "bob", "quota_bytes=128KiB", "ttl_s=60", "--admin", admin).code == 0
+    assert quota() == 128 << 10
+    with Client(served.target, token=BOB) as client:
+        store(client, range(5))
+    assert served.store.usage().objects == 2, "of 64 KiB each"
+    assert run("tenants", "quota", "bob", "quota_bytes=", "--admin", admin).code == 0
+    assert quota() == 0
+    assert Path(two_tenants).read_text().splitlines()[3] == f"bob {BOB} ttl_s=60"
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "file"])
+def test_an_erase_deletes_everything_of_one_tenant_and_nothing_else(
+    backend: str, start_thread: Callable[..., ThreadedDaemon], two_tenants: str, admin: str
+) -> None:
+    daemon = start_thread(tenants_file=two_tenants, backend=backend)
+    with Client(daemon.target, token=ALICE) as client:
+        store(client, range(300), 2000)
+    with Client(daemon.target, token=BOB) as client:
+        kept = store(client, range(300, 304))
+        assert run("tenants", "erase", "alice", "--admin", admin, given="n\n").code == 1
+        assert daemon.store.usage().objects == 304
+        ran = run("tenants", "erase", "alice", "--remove", "--yes", "--admin", admin, "--json", "-")
+        assert (ran.code, ran.json["objects"], ran.json["failed"], ran.json["removed"]) == (0, 300, 0, True), ran
+    with Client(daemon.target, token=BOB) as client:
+        assert client.present(kept) == [True] * 4
+    assert daemon.store.usage().objects == 4
+    assert refused(daemon, ALICE) == "BAD_TOKEN"
+    owners = {found.key[:TENANT_BYTES] for batch in daemon.store.walk() for found in batch}
+    assert owners == {tenant_digest("bob")}
+    again = run("tenants", "erase", "alice", "--yes", "--admin", admin)
+    assert (again.code, "no tenant 'alice'" in again.err) == (1, True)
+
+
+def test_what_the_daemon_cannot_take_leaves_file_and_daemon_as_they_were(
+    served: ThreadedDaemon, two_tenants: str, admin: str
+) -> None:
+    before = Path(two_tenants).read_text()
+    cases = [
+        (["add", "alice"], 2, "a new name: it has a line already"),
+        (["add", "no name"], 2, "tenant = 'no name': expected a name of letters"),
+        (["add", "dave", "--set", "quota_bytes=lots"], 2, "quota_bytes = 'lots'"),
+        (["add", "dave", "--set", "colour=red"], 2, "colour = 'red': expected one of the limits of a tenant"),
+        (["add", "dave", "--set", "weight"], 2, "limit = 'weight': expected LIMIT=VALUE"),
+        (["rotate", "carol"], 2, "tenant = 'carol': expected a tenant of the file: alice, bob"),
+        (["rotate", "alice", "--keep-old", "long"], 2, "keep-old = 'long'"),
+        (["quota", "alice", "weight=0"], 2, "weight = '0'"),
+        (["erase", "nobody", "--yes"], 1, "there is no tenant 'nobody'"),
+    ]
+    for arguments, code, says in cases:
+        ran = run("tenants", *arguments, "--admin", admin)
+        assert (ran.code, says in ran.err) == (code, True), (arguments, ran)
+    assert Path(two_tenants).read_text() == before
+    assert sorted(path.name for path in Path(two_tenants).parent.glob("tenants*")) == ["tenants"], (
+        "and nothing beside it"
+    )
+    with Client(served.target, token=ALICE), Client(served.target, token=BOB):
+        pass
+
+
+def test_a_reload_that_fails_puts_the_file_back(
+    served: ThreadedDaemon, two_tenants: str, admin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = Path(two_tenants).read_text()
+
+    async def fail() -> None:
+        raise ConfigError("log_level", "loud", "one of debug, info")
+
+    monkeypatch.setattr(served.daemon.reloader, "reload", fail)
+    ran = run("tenants", "add", "carol", "--admin", admin)
+    assert (ran.code, "nothing was changed, since hicached cannot take it: log_level" in ran.err) == (1, True), ran
+    assert Path(two_tenants).read_text() == before
+
+
+def test_a_file_is_made_and_changed_without_a_daemon(folder: Path) -> None:
+    file, nobody = folder / "tenants", folder / "nobody.admin"
+    first = run("tenants", "add", "alice", "--file", file, "--admin", nobody)
+    assert (first.code, "it holds from its start" in first.err) == (0, True), first
+    assert file.stat().st_mode & 0o777 == 0o600
+    assert Tenants.load(str(file)).authenticate(token_of(first)).name == "alice"
+    second = token_of(run("tenants", "rotate", "alice", "--file", file, "--admin", nobody))
+    assert Tenants.load(str(file)).authenticate(second).name == "alice"
+    assert run("tenants", "quota", "alice", "weight=3", "--file", file, "--admin", nobody).code == 0
+    [settings] = Tenants.load(str(file)).settings.values()
+    assert settings.weight == 3
+    missing = run("tenants", "rotate", "alice", "--file", folder / "none", "--admin", nobody)
+    assert (missing.code, "expected a file that exists" in missing.err) == (2, True)
+
+
+def test_a_daemon_without_tenants_says_what_is_missing(daemon: ThreadedDaemon, admin: str) -> None:
+    ran = run("tenants", "add", "alice", "--admin", admin)
+    assert (ran.code, "this hicached has no tenants_file" in ran.err) == (1, True)
+    rows = run("tenants", "list", "--admin", admin, "--json", "-").json
+    assert ([row["name"] for row in rows["tenants"]], rows["file"]) == (["default"], "")
+
+
+def test_a_directory_that_cannot_be_written_is_named_with_the_way_out(
+    served: ThreadedDaemon, two_tenants: str, admin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real_open = tenants_file.os.open
+
+    def read_only(path: str, flags: int, mode: int = 0o777) -> int:
+        if str(path).endswith(".tmp"):
+            raise OSError(30, "Read-only file system")
+        return real_open(path, flags, mode)
+
+    monkeypatch.setattr(tenants_file.os, "open", read_only)
+    ran = run("tenants", "add", "carol", "--admin", admin)
+    assert ran.code == 1
+    assert f"--file {two_tenants}`, which reloads then" in ran.err
+
+
+def test_several_tokens_of_a_tenant_become_one_with_all_its_settings(tmp_path: Path) -> None:
+    file = tmp_path / "tenants"
+    file.write_text(f"# first\nalice {ALICE} weight=2\nbob {BOB}\nalice another-token-of-alice ttl_s=60\n# last")
+    before = change_file(str(file), rotate_token("alice", "ab" * 32))
+    assert file.read_text() == f"# first\nalice sha256:{'ab' * 32} weight=2 ttl_s=60\nbob {BOB}\n# last\n"
+    assert before.endswith("# last")
