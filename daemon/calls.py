@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Never, Protocol
 
@@ -13,6 +13,7 @@ import structlog
 
 from hicache.daemon.metrics import LASTING_METHODS, Metrics
 from hicache.daemon.refusals import Refusal
+from hicache.wire.protocol import RefusalCode
 
 # Part of the client's time is kept for the way back, so that an answer with outcomes arrives instead of a bare
 # DEADLINE_EXCEEDED: a tenth of it, within these bounds.
@@ -21,6 +22,24 @@ REPLY_MARGIN_S_MAX = 0.1
 
 # A status waits behind what its client has not read yet; after this the call ends without it.
 STATUS_S = 1.0
+
+STATUS_OF = {
+    RefusalCode.BAD_TOKEN: grpc.StatusCode.UNAUTHENTICATED,
+    RefusalCode.UNKNOWN_SESSION: grpc.StatusCode.UNAUTHENTICATED,
+    RefusalCode.PROTOCOL_VERSION: grpc.StatusCode.FAILED_PRECONDITION,
+    RefusalCode.BAD_NAMESPACE: grpc.StatusCode.FAILED_PRECONDITION,
+    RefusalCode.KEY_HASH_NOT_ALLOWED: grpc.StatusCode.FAILED_PRECONDITION,
+    RefusalCode.DEPLOYMENT_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
+    RefusalCode.MALFORMED: grpc.StatusCode.INVALID_ARGUMENT,
+    RefusalCode.BATCH_TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RefusalCode.TOO_MANY_SESSIONS: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RefusalCode.TOO_MANY_CALLS: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RefusalCode.RATE_LIMITED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RefusalCode.NOT_SUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+    RefusalCode.UNKNOWN_REGION: grpc.StatusCode.FAILED_PRECONDITION,
+    RefusalCode.BAD_STREAM: grpc.StatusCode.INVALID_ARGUMENT,
+    RefusalCode.SHUTTING_DOWN: grpc.StatusCode.UNAVAILABLE,
+}
 
 log = structlog.get_logger("hicache.daemon.calls")
 
@@ -48,6 +67,10 @@ class CallContext(Protocol):
         """Where the client is: ``unix:...`` or ``ipv4:...``."""
         ...
 
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        """What TLS has found out about the client; ``peer_uri`` has the URIs of its certificate."""
+        ...
+
 
 class Calls:
     """Wraps the methods of the service."""
@@ -70,7 +93,7 @@ class Calls:
                 if method == "Session":
                     self._metrics.session_refusals.labels(code=refusal.code).inc()
                 log.debug("call refused", method=method, reason=str(refusal))
-                await _end(context, refusal.status, str(refusal))
+                await _end(context, STATUS_OF[refusal.code], str(refusal))
             except TimeoutError:
                 result.name = "deadline"
                 await _end(context, grpc.StatusCode.DEADLINE_EXCEEDED, "not done in time")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import ipaddress
 import json
 import os
 import tomllib
@@ -68,6 +69,19 @@ class DaemonConfig:
     bulk_listen: str = _setting(
         "", tcp_address, "TCP address of the bulk socket; empty: host of listen and the next port; needs listen"
     )
+    listen_plaintext: bool = _setting(
+        False,
+        flag,
+        "listen without TLS at an address that other machines reach: tokens and bytes can be read on the way",
+    )
+    tls_certificate: str = _setting(
+        "", file_path, "PEM file: certificate chain for listen and bulk_listen; empty: no TLS"
+    )
+    tls_key: str = _setting("", file_path, "PEM file: private key of tls_certificate")
+    tls_client_ca: str = _setting("", file_path, "PEM file: CAs of the certificates that clients need")
+    tls_clients: str = _setting(
+        "certificate", choice("certificate", "token"), "what clients over TLS show: a certificate too, or a token alone"
+    )
     http: str = _setting(
         "127.0.0.1:9470", tcp_or_unix_address, "address or Unix socket of /metrics, /healthz, /readyz; empty: none"
     )
@@ -79,6 +93,9 @@ class DaemonConfig:
     free_space_floor_bytes: int = _setting(GIB, size(0), "free space on the medium below which nothing is stored")
     objects_max: int = _setting(
         0, count(0, 1 << 30), "most objects, 120 bytes of memory each; 0: what the capacity holds, 2^24 at most"
+    )
+    encryption_keys: str = _setting(
+        "", file_path, "file with the keys that stored objects are encrypted under; empty: plain"
     )
     file_shared: bool = _setting(False, flag, "several daemons use the directory of the file backend at a time")
     file_fsync: bool = _setting(False, flag, "the file backend acknowledges what is on the medium only")
@@ -281,6 +298,10 @@ def _check_together(config: DaemonConfig) -> None:
             "listen", config.listen, 'tenants_file to be set as well (a TCP port is open to others), or listen = ""'
         )
     _check_bulk_listen(config)
+    _check_tls(config)
+    if config.encryption_keys and config.is_shared:
+        expected = '"", since other daemons that share the store would go on with a key that is dropped here'
+        raise ConfigError("encryption_keys", config.encryption_keys, expected)
     for lower, upper in _AT_MOST:
         _check_at_most(config, lower, upper)
     _check_at_most(config, "tenant_sessions_max", "sessions_max")
@@ -294,6 +315,35 @@ def _check_together(config: DaemonConfig) -> None:
             f"so few keys that a message stays within {MESSAGE_BYTES_MAX} bytes",
         )
     _check_paths(config)
+
+
+def _check_tls(config: DaemonConfig) -> None:
+    files = {name: getattr(config, name) for name in ("tls_certificate", "tls_key", "tls_client_ca")}
+    if not config.tls_certificate:
+        for name, file in files.items():
+            if file:
+                raise ConfigError(name, file, f'tls_certificate to be set as well, or {name} = ""')
+        addresses = {"listen": config.listen_address, "bulk_listen": config.bulk_listen_address}
+        for name, address in addresses.items():
+            if (
+                address is not None
+                and not ipaddress.ip_address(address.host).is_loopback
+                and not config.listen_plaintext
+            ):
+                expected = "tls_certificate and tls_key to be set, a loopback address, or listen_plaintext = true"
+                raise ConfigError(name, str(address), expected)
+        return
+    if not config.listen:
+        raise ConfigError(
+            "tls_certificate", config.tls_certificate, 'listen to be set as well, or tls_certificate = ""'
+        )
+    if config.listen_plaintext:
+        raise ConfigError("listen_plaintext", True, "false where there is a tls_certificate")
+    if not config.tls_key:
+        raise ConfigError("tls_key", "", "the PEM file with the private key of tls_certificate")
+    if bool(config.tls_client_ca) != (config.tls_clients == "certificate"):
+        expected = "the PEM file of the CAs of clients, or tls_clients = 'token' and no tls_client_ca"
+        raise ConfigError("tls_client_ca", config.tls_client_ca, expected)
 
 
 def _check_bulk_listen(config: DaemonConfig) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+from collections.abc import Callable
 from typing import cast
 
 import grpc
@@ -15,6 +16,7 @@ from hicache.daemon.service import HiCachedService
 from hicache.daemon.sessions import CALLS_PER_SESSION_MAX, Sessions
 from hicache.daemon.settings import HostPort
 from hicache.daemon.socket_lock import check_tcp_free, created_with_mode, remove_stale_socket
+from hicache.daemon.tls import ServerTls
 from hicache.errors import ConfigError
 from hicache.wire.hicached_pb2_grpc import HiCachedServicer, add_HiCachedServicer_to_server
 from hicache.wire.protocol import MESSAGE_BYTES_MAX, server_options
@@ -33,11 +35,19 @@ _SPARE_CALLS = 256  # hellos, and calls that are about to be refused
 class GrpcServer:
     """Owns the grpc.aio server. Event loop only."""
 
-    def __init__(self, config: DaemonConfig, service: HiCachedService, sessions: Sessions, bulk: BulkSocket) -> None:
+    def __init__(
+        self,
+        config: DaemonConfig,
+        service: HiCachedService,
+        sessions: Sessions,
+        bulk: BulkSocket,
+        tls: ServerTls | None = None,
+    ) -> None:
         self._config = config
         self._service = service
         self._sessions = sessions
         self._bulk = bulk
+        self._tls = tls
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> str:
@@ -56,7 +66,7 @@ class GrpcServer:
         add_HiCachedServicer_to_server(cast(HiCachedServicer, self._service), server)
         remove_stale_socket("socket", config.socket)
         with created_with_mode(config.socket_mode_bits):
-            _bind(server, "socket", f"unix:{config.socket}")
+            _bind("socket", f"unix:{config.socket}", server.add_insecure_port)
         self._server = server
         os.chmod(config.socket, config.socket_mode_bits)
         listen = self._bind_tcp(server, config.listen_address)
@@ -78,8 +88,14 @@ class GrpcServer:
         if address is None:
             return ""
         check_tcp_free("listen", address.host, address.port)
-        port = _bind(server, "listen", str(address))
+        port = _bind("listen", str(address), self._add_tcp_port(server))
         return str(HostPort(address.host, port))
+
+    def _add_tcp_port(self, server: grpc.aio.Server) -> Callable[[str], int]:
+        if self._tls is None:
+            return server.add_insecure_port
+        credentials = self._tls.grpc_credentials()
+        return lambda address: server.add_secure_port(address, credentials)
 
 
 def _bounds_on_strangers(sessions_max: int) -> list[tuple[str, int]]:
@@ -91,10 +107,10 @@ def _bounds_on_strangers(sessions_max: int) -> list[tuple[str, int]]:
     ]
 
 
-def _bind(server: grpc.aio.Server, setting: str, address: str) -> int:
+def _bind(setting: str, address: str, add_port: Callable[[str], int]) -> int:
     """The bound port. Old versions of gRPC return 0 where newer ones raise."""
     try:
-        port = server.add_insecure_port(address)
+        port = add_port(address)
     except RuntimeError as error:
         raise ConfigError(setting, address, f"an address that can be bound ({error})") from error
     if port == 0:

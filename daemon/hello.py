@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.deployments import Deployments, read_membership
 from hicache.daemon.namespaces import KnownNamespaces, check_key_hash, read_descriptor
+from hicache.daemon.peers import PeerTickets
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session, Sessions
-from hicache.daemon.tenants import Tenants
+from hicache.daemon.tenants import Tenant, Tenants
+from hicache.daemon.tls import certified_tenant
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.protocol import KEY_BYTES_MAX, PROTOCOL_VERSION, RefusalCode
 
@@ -30,11 +33,19 @@ class Identity:
 class Hellos:
     """Turns hellos into sessions. Event loop only."""
 
-    def __init__(self, config: DaemonConfig, identity: Identity, tenants: Tenants, sessions: Sessions) -> None:
+    def __init__(
+        self,
+        config: DaemonConfig,
+        identity: Identity,
+        tenants: Tenants,
+        sessions: Sessions,
+        peer_tickets: PeerTickets | None = None,
+    ) -> None:
         self._config = config
         self._identity = identity
         self._tenants = tenants
         self._sessions = sessions
+        self._peer_tickets = peer_tickets or PeerTickets()
         self._namespaces = KnownNamespaces()
         self._deployments = Deployments()
 
@@ -44,15 +55,21 @@ class Hellos:
         return self._tenants.count
 
     @contextmanager
-    def welcomed(self, hello: pb.Hello, *, peer: str) -> Iterator[tuple[Session, pb.Welcome]]:
-        """The session behind a hello, and the answer to it; it ends with the context. Raises Refusal."""
+    def welcomed(
+        self, hello: pb.Hello, *, peer: str, certified_names: Sequence[str] = ()
+    ) -> Iterator[tuple[Session, pb.Welcome]]:
+        """The session behind a hello, and the answer to it; it ends with the context. Raises Refusal.
+
+        ``certified_names`` are the URIs in the certificate of the client.
+        """
         if hello.protocol_version != PROTOCOL_VERSION:
             raise Refusal(
                 RefusalCode.PROTOCOL_VERSION,
                 f"the client speaks version {hello.protocol_version}, hicached {self._identity.version} speaks "
                 f"version {PROTOCOL_VERSION}",
             )
-        tenant = self._tenants.authenticate(hello.token)
+        authenticate = self._proof_of(hello, certified_names)
+        tenant = authenticate()
         descriptor = read_descriptor(hello.namespace_descriptor, hello.namespace_digest)
         check_key_hash(descriptor, self._tenants)
         membership = read_membership(hello.deployment, descriptor, hello.salt_fingerprint)
@@ -63,6 +80,15 @@ class Hellos:
                 yield session, self._welcome(session, secret, differences, is_local=peer.startswith("unix"))
             finally:
                 self._sessions.end(session, secret)
+
+    def _proof_of(self, hello: pb.Hello, certified_names: Sequence[str]) -> Callable[[], Tenant]:
+        """Says whose session this is, as often as it is asked: a ticket is good for one time only. Raises Refusal."""
+        try:
+            certified = certified_tenant(certified_names)
+        except ValueError as error:
+            raise Refusal(RefusalCode.BAD_TOKEN, str(error)) from error
+        peer = self._peer_tickets.redeem(hello.peer_ticket) if hello.peer_ticket else None
+        return partial(self._tenants.authenticate, hello.token, peer=peer, certified=certified)
 
     def _welcome(self, session: Session, secret: bytes, differences: list[str], *, is_local: bool) -> pb.Welcome:
         return pb.Welcome(

@@ -18,6 +18,7 @@ from hicache.daemon.bulk_socket import BulkSocket
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.memory_socket import STRANGE_QUEUE_MAX, MemorySocket
 from hicache.daemon.metrics import BackendNumbers, Metrics, Readings
+from hicache.daemon.peers import PeerTickets
 from hicache.daemon.rates import TenantRates
 from hicache.daemon.readings import (
     StoreSnapshot,
@@ -36,6 +37,7 @@ from hicache.daemon.stopping import Stopping
 from hicache.daemon.storage import STUCK_S, Storage, Store
 from hicache.daemon.tenant_bounds import inflight_budgets, region_budget, share_of
 from hicache.daemon.tenants import Tenants
+from hicache.daemon.tls import ServerTls
 from hicache.daemon.transfers import Transfers
 from hicache.daemon.upkeep import Upkeep
 from hicache.workers import QueueFull, Workers
@@ -140,7 +142,14 @@ def start_memory_socket(config: DaemonConfig, sessions: Sessions, metrics: Metri
 
 
 def start_bulk(
-    config: DaemonConfig, sessions: Sessions, transfers: Transfers, metrics: Metrics, stages: AsyncExitStack
+    config: DaemonConfig,
+    sessions: Sessions,
+    transfers: Transfers,
+    metrics: Metrics,
+    stages: AsyncExitStack,
+    *,
+    tls: ServerTls | None,
+    peer_tickets: PeerTickets,
 ) -> tuple[BulkSocket, HostPort | None]:
     """The bulk socket, and its TCP address with its real port if it has one."""
     listeners = [listen_unix("socket", config.bulk_socket, mode=config.socket_mode_bits, backlog=BACKLOG)]
@@ -152,7 +161,7 @@ def start_bulk(
         stages.callback(listeners[1].close)
         address = HostPort(address.host, listeners[1].getsockname()[1])
     calls = BulkCalls(config, sessions=sessions, transfers=transfers, metrics=metrics)
-    bulk = BulkSocket(listeners, sessions, calls)
+    bulk = BulkSocket(listeners, sessions, calls, tls=tls, peer_tickets=peer_tickets)
     bulk.start()
     stages.push_async_callback(bulk.stop)
     return bulk, address

@@ -28,6 +28,7 @@ from hicache.daemon.parts import (
     start_memory_socket,
     start_storage,
 )
+from hicache.daemon.peers import PeerTickets
 from hicache.daemon.readings import StoreSnapshot
 from hicache.daemon.recovery import OpenedStore, open_store, recover
 from hicache.daemon.service import HiCachedService
@@ -36,6 +37,7 @@ from hicache.daemon.stopping import Stopping
 from hicache.daemon.storage import Storage, Store
 from hicache.daemon.tenant_bounds import store_limits
 from hicache.daemon.tenants import Tenants
+from hicache.daemon.tls import ServerTls
 from hicache.daemon.transfers import Transfers
 from hicache.daemon.version import daemon_version
 from hicache.daemon.watch import Watches
@@ -72,6 +74,7 @@ class Daemon:
         config, stages = self._config, self._stages
         tenants = Tenants.load(config.tenants_file, defaults=config.tenant_defaults)
         limits = store_limits(config, tenants)
+        tls, peer_tickets = ServerTls.of(config), PeerTickets()
         lock_socket(config, stages)
         if config.ready_file:
             remove_ready_file(config.ready_file)
@@ -83,9 +86,12 @@ class Daemon:
         sessions = make_sessions(config, storage, tenants, self.metrics)
         start_memory_socket(config, sessions, self.metrics, stages)
         transfers = Transfers(storage, self.metrics, chunk_bytes_ceiling=sessions.budgets.session_bytes)
-        bulk, bulk_listen = start_bulk(config, sessions, transfers, self.metrics, stages)
+        bulk, bulk_listen = start_bulk(
+            config, sessions, transfers, self.metrics, stages, tls=tls, peer_tickets=peer_tickets
+        )
         identity = Identity(daemon_version(), opened.store_id, bulk_listen.port if bulk_listen else 0)
-        listen = await self._start_grpc(Hellos(config, identity, tenants, sessions), sessions, storage, bulk)
+        hellos = Hellos(config, identity, tenants, sessions, peer_tickets)
+        listen = await self._start_grpc(hellos, sessions, storage, bulk, tls)
         return self._announce(Ready(os.getpid(), config.socket, listen, str(bulk_listen or ""), http))
 
     async def stop(self) -> bool:
@@ -117,7 +123,9 @@ class Daemon:
         self._stages.push_async_callback(server.stop)
         return await server.start(address, socket_mode=self._config.socket_mode_bits)
 
-    async def _start_grpc(self, hellos: Hellos, sessions: Sessions, storage: Storage, bulk: BulkSocket) -> str:
+    async def _start_grpc(
+        self, hellos: Hellos, sessions: Sessions, storage: Storage, bulk: BulkSocket, tls: ServerTls | None
+    ) -> str:
         """The TCP address with its real port; empty without one."""
         config = self._config
         service = HiCachedService(
@@ -131,7 +139,7 @@ class Daemon:
             metrics=self.metrics,
             recorder=open_recorder(config, self._stages),
         )
-        server = GrpcServer(config, service, sessions, bulk)
+        server = GrpcServer(config, service, sessions, bulk, tls)
         self._stages.push_async_callback(server.stop)
         return await server.start()
 
