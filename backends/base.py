@@ -12,6 +12,8 @@ from numpy.typing import NDArray
 from hicache.outcome import Outcome
 
 PHYSICAL_KEY_BYTES_MAX = 128
+UNKNOWN_TAG = 0  # an object of a namespace that nobody named
+WALK_OBJECTS_MAX = 1 << 10
 SCAN_OBJECTS_MAX = 1 << 16
 
 
@@ -26,6 +28,7 @@ class PutItem:
 
     key: bytes
     payload: memoryview
+    namespace_tag: int = UNKNOWN_TAG  # of the namespace that its key is from: see hicache/backends/namespaces.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,6 +55,16 @@ class StoredBatch:
         """From one (key, size_bytes, used_at_s) each."""
         keys, sizes_bytes, used_at_s = zip(*rows, strict=True) if rows else ((), (), ())
         return cls(list(keys), np.array(sizes_bytes, dtype=np.int64), np.array(used_at_s, dtype=np.float64))
+
+
+@dataclass(frozen=True, slots=True)
+class WalkedObject:
+    """What ``walk`` tells of one object. ``size_bytes`` is 0 where what the medium says of it is damaged."""
+
+    key: bytes
+    size_bytes: int
+    used_at_s: float
+    namespace_tag: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,6 +142,14 @@ class Backend(Protocol):
 
         Partial ones have been removed when the backend was opened. Objects that come or go meanwhile may or may not be
         told.
+        """
+        ...
+
+    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+        """As ``scan``, with namespaces, in an order of the backend's own: only what comes behind the key ``after``.
+
+        The key of the last object that was told is where another walk goes on, also after a restart. Reads the medium,
+        WALK_OBJECTS_MAX objects at a time. Raises BackendError where the medium cannot be read, or tells no order.
         """
         ...
 

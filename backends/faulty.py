@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, TypeAlias
 
-from hicache.backends.base import Backend, GetItem, PutItem, StoredBatch, Usage
+from hicache.backends.base import Backend, GetItem, PutItem, StoredBatch, Usage, WalkedObject
 from hicache.errors import UsageError
 from hicache.outcome import Outcome
 
@@ -145,6 +145,10 @@ class FaultyBackend:
     def scan(self) -> Iterator[StoredBatch]:
         """See ``Backend.scan``."""
         return self._inner.scan()
+
+    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+        """See ``Backend.walk``."""
+        return self._inner.walk(after=after)
 
     def usage(self) -> Usage:
         """See ``Backend.usage``."""

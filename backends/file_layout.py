@@ -11,13 +11,15 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX
+from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX, UNKNOWN_TAG
 
 HEADER_BYTES = 4096  # one block, so that the payload behind it is aligned for direct I/O
 BLOCK_BYTES = 4096
 FAN_OUT = 256  # folders; each takes millions of names on ext4, and until all exist many a put pays for a mkdir
 _HEX_KEY_BYTES_MAX = 127  # a name has at most 255 characters
 _MAGIC = b"HICACHE1"
+_TAG = struct.Struct("<II")  # of the namespace, and a check over it and the key; zeros where it is not known
+_TAG_AT = 512
 _FIXED = struct.Struct("<8sQQQH")  # magic, check, size, checksum, length of the key; then the key
 
 Size = TypeVar("Size", int, NDArray[np.int64])
@@ -30,12 +32,16 @@ class ObjectHeader:
     key: bytes
     size_bytes: int
     checksum: int
+    namespace_tag: int = UNKNOWN_TAG
 
     def encode(self) -> bytes:
         """The header block."""
         tail = struct.pack("<QQH", self.size_bytes, self.checksum, len(self.key)) + self.key
         raw = _MAGIC + struct.pack("<Q", xxhash.xxh3_64_intdigest(tail)) + tail
-        return raw.ljust(HEADER_BYTES, b"\0")
+        return raw.ljust(_TAG_AT, b"\0") + self._encode_tag().ljust(HEADER_BYTES - _TAG_AT, b"\0")
+
+    def _encode_tag(self) -> bytes:
+        return _TAG.pack(self.namespace_tag, _tag_check(self.key, self.namespace_tag)) if self.namespace_tag else b""
 
 
 def decode_header(raw: bytes | memoryview) -> ObjectHeader | None:
@@ -48,7 +54,14 @@ def decode_header(raw: bytes | memoryview) -> ObjectHeader | None:
     key = bytes(raw[_FIXED.size : _FIXED.size + key_length])
     if check != xxhash.xxh3_64_intdigest(raw[16 : _FIXED.size + key_length]):
         return None
-    return ObjectHeader(key, size_bytes, checksum)
+    tag, tag_check = _TAG.unpack_from(raw, _TAG_AT)
+    is_tagged = tag != UNKNOWN_TAG and tag_check == _tag_check(key, tag)
+    return ObjectHeader(key, size_bytes, checksum, tag if is_tagged else UNKNOWN_TAG)
+
+
+def _tag_check(key: bytes, tag: int) -> int:
+    """A tag is outside the header's own check, so that each version reads the headers of the other."""
+    return xxhash.xxh32_intdigest(key, tag)
 
 
 def stored_bytes_of(size_bytes: Size) -> Size:

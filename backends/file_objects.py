@@ -8,7 +8,7 @@ import threading
 from collections import Counter
 from collections.abc import Iterator
 
-from hicache.backends.base import GetItem, PutItem
+from hicache.backends.base import UNKNOWN_TAG, GetItem, PutItem
 from hicache.backends.file_calls import FileCalls, read_all, write_all
 from hicache.backends.file_direct import DirectReader
 from hicache.backends.file_layout import HEADER_BYTES, ObjectHeader, decode_header
@@ -79,7 +79,7 @@ class ObjectFiles:
             hasher.update(part)
             if not is_one_call:
                 write_all(self._calls, fd, [part], HEADER_BYTES + start)
-        header = memoryview(ObjectHeader(item.key, len(raw), hasher.intdigest()).encode())
+        header = memoryview(ObjectHeader(item.key, len(raw), hasher.intdigest(), item.namespace_tag).encode())
         write_all(self._calls, fd, [header, raw] if is_one_call else [header], 0)
 
     def _publish(self, unfinished: str, path: str) -> None:
@@ -127,6 +127,19 @@ class ObjectFiles:
                 is_whole = is_whole and read_all(self._calls, fd, [segment], offset)
             hasher.update(segment)
         return Outcome.OK if is_whole and hasher.intdigest() == header.checksum else Outcome.CORRUPT
+
+    def namespace_tag(self, path: str, key: bytes) -> int:
+        """What the header says; UNKNOWN_TAG where it cannot be read, or is another key's."""
+        raw = memoryview(bytearray(HEADER_BYTES))
+        try:
+            fd = self._calls.open(path)
+            try:
+                header = decode_header(raw) if read_all(self._calls, fd, [raw], 0) else None
+            finally:
+                self._close(fd)
+        except OSError:
+            return UNKNOWN_TAG
+        return header.namespace_tag if header is not None and header.key == key else UNKNOWN_TAG
 
     def _is_cached(self, fd: int, header: memoryview) -> bool:
         """Whether the page cache has the beginning of the file; file systems that do not tell count as if it had."""

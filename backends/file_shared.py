@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Self
 
-from hicache.backends.base import GetItem, Number, PutItem, StoredBatch, Usage, is_storable_key
+from hicache.backends.base import GetItem, Number, PutItem, StoredBatch, Usage, WalkedObject, is_storable_key
 from hicache.backends.file_accounts import Accounts, Counts
 from hicache.backends.file_calls import FileCalls
 from hicache.backends.file_layout import stored_bytes_of
@@ -170,6 +170,10 @@ class SharedFileBackend:
     def touch(self, used: Sequence[tuple[bytes, float]]) -> None:
         """See ``Backend.touch``."""
         self._files.touch(used)
+
+    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+        """See ``Backend.walk``."""
+        return self._files.walk(after=after)
 
     def usage(self) -> Usage:
         """Of the whole folder, by what all writers have told."""

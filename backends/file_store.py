@@ -14,7 +14,16 @@ from typing import Self
 import msgspec
 import xxhash
 
-from hicache.backends.base import SCAN_OBJECTS_MAX, GetItem, PutItem, StoredBatch, Usage, is_storable_key
+from hicache.backends.base import (
+    SCAN_OBJECTS_MAX,
+    WALK_OBJECTS_MAX,
+    GetItem,
+    PutItem,
+    StoredBatch,
+    Usage,
+    WalkedObject,
+    is_storable_key,
+)
 from hicache.backends.file_accounts import Accounts, Counts
 from hicache.backends.file_calls import FileCalls
 from hicache.backends.file_direct import wins
@@ -63,7 +72,7 @@ class FileBackend:
         self._helpers = Helpers("hicache-file")
         self._first_walk: list[StoredBatch] | None = None  # until the first scan, or the first change
         with opening_alone(directory) if settings.shared else contextlib.nullcontext():
-            marker = read_marker(directory, kind=STORE_KIND, version=STORE_VERSION)
+            marker = read_marker(directory, kind=STORE_KIND, versions=(STORE_VERSION,))
             marker = marker or new_marker(STORE_KIND, STORE_VERSION)
             write_marker(directory, msgspec.structs.replace(marker, boot_id=current_boot_id(), is_clean=False))
             os.makedirs(self._objects, exist_ok=True)
@@ -298,6 +307,23 @@ class FileBackend:
         self._require_open()
         found, self._first_walk = self._first_walk, None
         yield from found if found is not None else self._walk()
+
+    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+        """See ``Backend.walk``. In the order of folders and names; opens each file for its namespace."""
+        self._require_open()
+        start = self.path_of(after) if after else ""
+        for folder in self.folders():
+            if folder < os.path.dirname(start):
+                continue
+            found = sorted((self.path_of(key), key, stat) for key, stat in self.in_folder(folder))
+            ahead = (entry for entry in found if entry[0] > start)
+            while some := list(islice(ahead, WALK_OBJECTS_MAX)):
+                yield [
+                    WalkedObject(
+                        key, payload_bytes_of(stat.st_size), stat.st_mtime, self._files.namespace_tag(path, key)
+                    )
+                    for path, key, stat in some
+                ]
 
     def usage(self) -> Usage:
         """See ``Backend.usage``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import lmdb
 
@@ -85,12 +86,13 @@ class Index:
                 raw = self._raw(txn, key)
                 record = None if raw is None else decode_record(key, raw)
                 if record is not None:
-                    renewed = IndexRecord(record.size_bytes, record.checksum, used_at_s, record.chunk_ids)
+                    renewed = replace(record, used_at_s=used_at_s)
                     txn.put(key, renewed.encode(key), db=self._env.index)
 
-    def records(self) -> Iterator[list[tuple[bytes, bytes]]]:
-        """All records, with their keys, in batches of KEYS_PER_TRANSACTION. What changes meanwhile may be missed."""
-        start: bytes | None = b""
+    def records(self, *, after: bytes = b"") -> Iterator[list[tuple[bytes, bytes]]]:
+        """All records in the order of their keys, from behind ``after`` on, in batches of KEYS_PER_TRANSACTION. What
+        changes meanwhile may be missed."""
+        start: bytes | None = after and after + b"\0"  # no key is between the two
         while start is not None:
             batch, start = self._records_from(start)
             yield batch

@@ -10,15 +10,20 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from hicache.backends.base import UNKNOWN_TAG
+
 PAGE_BYTES = mmap.PAGESIZE
 CHUNK_BYTES = 64 << 10  # a multiple of every page, and what most objects are a multiple of
 
 MOVING_BYTES_MIN = 16 << 20
 MOVING_BYTES_MAX = 256 << 20
 
+TAG_BYTES = 4
 FIXED_DTYPE = np.dtype([("check", "<u4"), ("size_bytes", "<u8"), ("checksum", "<u8"), ("used_at_s", "<f8")])
 ID_DTYPE = np.dtype("<u4")
-_FIXED = struct.Struct("<IQQd")  # the same; then the chunk ids
+_FIXED = struct.Struct("<IQQd")  # the same; then the chunk ids, and the tag of the namespace where that is known
+_TAG = struct.Struct("<I")
+assert _TAG.size == TAG_BYTES
 CHECK_BYTES = 4
 assert _FIXED.size == FIXED_DTYPE.itemsize
 
@@ -38,23 +43,28 @@ class IndexRecord:
     checksum: int
     used_at_s: float
     chunk_ids: ChunkIdArray
+    namespace_tag: int = UNKNOWN_TAG
 
     def encode(self, key: bytes) -> bytes:
         """The record with a check over itself and its key."""
         fixed = _FIXED.pack(0, self.size_bytes, self.checksum, self.used_at_s)
-        checked = fixed[CHECK_BYTES:] + self.chunk_ids.tobytes()
+        tag = b"" if self.namespace_tag == UNKNOWN_TAG else _TAG.pack(self.namespace_tag)
+        checked = fixed[CHECK_BYTES:] + self.chunk_ids.tobytes() + tag
         return record_check(key, checked).to_bytes(CHECK_BYTES, "little") + checked
 
 
 def decode_record(key: bytes, raw: bytes) -> IndexRecord | None:
     """The record; None when it is damaged or belongs to another key."""
-    id_count, rest = divmod(len(raw) - _FIXED.size, ID_DTYPE.itemsize)
-    if id_count < 0 or rest:
+    if len(raw) < _FIXED.size:
         return None
     check, size_bytes, checksum, used_at_s = _FIXED.unpack_from(raw)
-    if check != record_check(key, raw[CHECK_BYTES:]) or id_count != chunk_count(size_bytes):
+    id_count = chunk_count(size_bytes)
+    tag_at = _FIXED.size + id_count * ID_DTYPE.itemsize
+    if check != record_check(key, raw[CHECK_BYTES:]) or len(raw) - tag_at not in (0, _TAG.size):
         return None
-    return IndexRecord(size_bytes, checksum, used_at_s, np.frombuffer(raw, ID_DTYPE, offset=_FIXED.size))
+    chunk_ids = np.frombuffer(raw, ID_DTYPE, count=id_count, offset=_FIXED.size)
+    [tag] = _TAG.unpack_from(raw, tag_at) if len(raw) > tag_at else (UNKNOWN_TAG,)
+    return IndexRecord(size_bytes, checksum, used_at_s, chunk_ids, tag)
 
 
 def record_check(key: bytes, checked: bytes) -> int:

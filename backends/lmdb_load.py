@@ -17,6 +17,7 @@ from hicache.backends.lmdb_layout import (
     CHUNK_BYTES,
     FIXED_DTYPE,
     ID_DTYPE,
+    TAG_BYTES,
     ChunkIdArray,
     decode_record,
     record_check,
@@ -78,14 +79,20 @@ def _decode(keys: list[bytes], raws: list[bytes]) -> tuple[StoredBatch, bytes, l
     width = FIXED_DTYPE.itemsize
     lengths = np.fromiter(map(len, raws), dtype=np.int64, count=len(raws))
     fixed = np.frombuffer(b"".join([raw[:width].ljust(width, b"\0") for raw in raws]), dtype=FIXED_DTYPE)
-    id_bytes = -(-fixed["size_bytes"].astype(np.float64) // CHUNK_BYTES) * ID_DTYPE.itemsize
-    is_good = (lengths == width + id_bytes) & (fixed["check"] == _checks(keys, raws))
+    tag_at = width + -(-fixed["size_bytes"].astype(np.float64) // CHUNK_BYTES) * ID_DTYPE.itemsize
+    has_length = (lengths == tag_at) | (lengths == tag_at + TAG_BYTES)
+    is_good = has_length & (fixed["check"] == _checks(keys, raws))
     damaged: list[bytes] = []
     if not is_good.all():
         damaged = [keys[row] for row in np.flatnonzero(~is_good)]
         kept = np.flatnonzero(is_good).tolist()
-        keys, raws, fixed = [keys[row] for row in kept], [raws[row] for row in kept], fixed[is_good]
-    raw_ids = b"".join([raw[width:] for raw in raws])
+        keys, raws, fixed, tag_at = (
+            [keys[row] for row in kept],
+            [raws[row] for row in kept],
+            fixed[is_good],
+            tag_at[is_good],
+        )
+    raw_ids = b"".join([raw[width:end] for raw, end in zip(raws, tag_at.astype(np.int64).tolist(), strict=True)])
     return StoredBatch(keys, fixed["size_bytes"].astype(np.int64), fixed["used_at_s"].copy()), raw_ids, damaged
 
 

@@ -18,7 +18,8 @@ from hicache.backends.marker import StoreMarker, current_boot_id, new_marker, re
 from hicache.backends.space import require_space
 
 STORE_KIND = "lmdb"
-STORE_VERSION = 2
+STORE_VERSION = 3
+READABLE_VERSIONS = (2, 3)  # 2 knows no namespaces
 _SYNC_PIECE_BYTES = 64 << 20
 
 logger = logging.getLogger(__name__)
@@ -39,7 +40,7 @@ class StoreFiles:
 
     def mark_in_use(self) -> None:
         """From here on the map changes: only a clean close, or the page cache of this boot, keeps what is in it."""
-        in_use = msgspec.structs.replace(self.marker, boot_id=current_boot_id(), is_clean=False)
+        in_use = msgspec.structs.replace(self.marker, version=STORE_VERSION, boot_id=current_boot_id(), is_clean=False)
         if in_use != self.marker:
             write_marker(self._directory, in_use)
             self.marker = in_use
@@ -80,7 +81,7 @@ def open_files(directory: Path, *, chunks_max: int, floor_bytes: int = 0) -> Sto
     directory.mkdir(mode=0o700, parents=True, exist_ok=True)
     lock = DirectoryLock(directory)
     try:
-        found = read_marker(directory, kind=STORE_KIND, version=STORE_VERSION)
+        found = read_marker(directory, kind=STORE_KIND, versions=READABLE_VERSIONS)
         marker = found if found is not None and _is_trusted(directory, found) else _start_empty(directory)
         capacity_bytes = chunks_max * CHUNK_BYTES
         map_bytes = index_map_bytes(chunks_max)

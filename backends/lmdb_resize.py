@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from dataclasses import replace
 
 import lmdb
 
@@ -96,7 +97,7 @@ class Resizing:
                 return
             chunk_ids = record.chunk_ids.copy()
             chunk_ids[is_leaving] = allocated
-            moved = IndexRecord(record.size_bytes, record.checksum, record.used_at_s, chunk_ids)
+            moved = replace(record, chunk_ids=chunk_ids)
             is_moved = False
             try:
                 if self._index.is_still(key, raw):

@@ -12,7 +12,7 @@ from typing import Self
 
 import lmdb
 
-from hicache.backends.base import GetItem, PutItem, StoredBatch, Usage, is_storable_key
+from hicache.backends.base import UNKNOWN_TAG, GetItem, PutItem, StoredBatch, Usage, WalkedObject, is_storable_key
 from hicache.backends.chunk_ids import CHUNK_IDS_MAX, ChunkIds
 from hicache.backends.helpers import Helpers
 from hicache.backends.lmdb_env import CLOSE_WAIT_S
@@ -143,9 +143,10 @@ class LmdbBackend:
         now_s = self._wall_clock()
 
         def write(position: int) -> tuple[bytes, IndexRecord]:
-            key, payload, chunk_ids = items[position].key, items[position].payload, writing[position]
-            checksum = self._slab.write(key, payload, chunk_ids)
-            return key, IndexRecord(payload.nbytes, checksum, now_s - position * _ORDER_S, chunk_ids)
+            item, chunk_ids = items[position], writing[position]
+            checksum = self._slab.write(item.key, item.payload, chunk_ids)
+            used_at_s = now_s - position * _ORDER_S
+            return item.key, IndexRecord(item.payload.nbytes, checksum, used_at_s, chunk_ids, item.namespace_tag)
 
         size_bytes = sum(items[position].payload.nbytes for position in writing)
         records = self._helpers.map(write, list(writing), size_bytes=size_bytes)
@@ -263,10 +264,16 @@ class LmdbBackend:
         return self._scan() if unchanged is None else iter(unchanged)
 
     def _scan(self) -> Iterator[StoredBatch]:
+        for batch in self.walk():
+            yield StoredBatch.of(
+                [(found.key, found.size_bytes, found.used_at_s) for found in batch if found.size_bytes]
+            )
+
+    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+        """See ``Backend.walk``. In the order of the keys."""
         try:
-            for records in self._index.records():
-                found = [(key, decode_record(key, raw)) for key, raw in records]
-                yield StoredBatch.of([(key, it.size_bytes, it.used_at_s) for key, it in found if it is not None])
+            for records in self._index.records(after=after):
+                yield [_walked(key, decode_record(key, raw)) for key, raw in records]
         except lmdb.Error as error:
             raise BackendError(f"the index cannot be read: {error}") from error
 
@@ -312,6 +319,12 @@ class LmdbBackend:
                     raise BackendError(f"puts did not end within {CLOSE_WAIT_S} s")
                 self._helpers.close()
                 self._files.close(sync_budget_s=SYNC_BUDGET_S)
+
+
+def _walked(key: bytes, record: IndexRecord | None) -> WalkedObject:
+    if record is None:
+        return WalkedObject(key, 0, 0.0, UNKNOWN_TAG)
+    return WalkedObject(key, record.size_bytes, record.used_at_s, record.namespace_tag)
 
 
 def _chunks_max(capacity_bytes: int) -> int:

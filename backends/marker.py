@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import secrets
+from collections.abc import Collection
 from pathlib import Path
 
 import msgspec
@@ -38,8 +39,8 @@ def new_marker(kind: str, version: int) -> StoreMarker:
     return StoreMarker(kind=kind, version=version, store_id=store_id, boot_id=current_boot_id(), is_clean=False)
 
 
-def read_marker(directory: Path, *, kind: str, version: int) -> StoreMarker | None:
-    """The marker of a directory; None for one that is empty.
+def read_marker(directory: Path, *, kind: str, versions: Collection[int]) -> StoreMarker | None:
+    """The marker of a directory; None for one that is empty. ``versions`` are those that can be read as they are.
 
     Raises ConfigError for a directory that holds something else, so that nothing foreign is ever touched.
     """
@@ -54,14 +55,19 @@ def read_marker(directory: Path, *, kind: str, version: int) -> StoreMarker | No
     except (msgspec.DecodeError, ValueError) as error:
         expected = f"a directory whose {MARKER_NAME} can be read ({error}); empty the directory to start afresh"
         raise ConfigError("path", str(directory), expected) from error
-    if (marker.kind, marker.version) != (kind, version):
-        raise ConfigError(
-            "path",
-            str(directory),
-            f"a store of kind {kind} version {version}, but it is {marker.kind} version {marker.version}; "
-            "choose another directory, or empty this one",
-        )
+    if marker.kind != kind or marker.version not in versions:
+        wanted = f"a store of kind {kind} version {' or '.join(map(str, versions))}"
+        found = f"but it is {marker.kind} version {marker.version}"
+        raise ConfigError("path", str(directory), f"{wanted}, {found}; {_way_out(marker, kind, max(versions))}")
     return marker
+
+
+def _way_out(marker: StoreMarker, kind: str, newest: int) -> str:
+    if marker.kind != kind:
+        return f"set backend = {marker.kind!r}, or choose another directory, or empty this one"
+    if marker.version > newest:
+        return "it was written by a newer hicache: run that one, or choose another directory, or empty this one"
+    return "no hicache that can still be run reads it: choose another directory, or empty this one"
 
 
 def write_marker(directory: Path, marker: StoreMarker) -> None:

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from functools import partial
 from typing import Self
 
-from hicache.backends.base import GetItem, Number, PutItem, StoredBatch, Usage, is_storable_key
+from hicache.backends.base import GetItem, Number, PutItem, StoredBatch, Usage, WalkedObject, is_storable_key
 from hicache.backends.helpers import Helpers
 from hicache.backends.mooncake_client import Connection, connect
 from hicache.backends.mooncake_codes import TRANSFER_FAIL, outcome_of
@@ -316,6 +316,10 @@ class MooncakeBackend:
             located = self._link.locate(names[start : start + SCAN_PAGE_KEYS])
             found = [(key_of_name(name), copies.size_bytes - HEADER_BYTES) for name, copies in located.items()]
             yield StoredBatch.of([(key, size, 0.0) for key, size in found if key is not None and size > 0])
+
+    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+        """See ``Backend.walk``: raises BackendError."""
+        raise BackendError("a Mooncake store lists its objects in no order, and tells no namespaces")
 
     def usage(self) -> Usage:
         """Of the whole pool with all its users and all copies; a moment old, or older while no master answers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from hicache.backends.base import Backend, GetItem, Number, PutItem, StoredBatch, Usage
+from hicache.backends.base import Backend, GetItem, Number, PutItem, StoredBatch, Usage, WalkedObject
 from hicache.backends.helpers import Helpers
 from hicache.backends.ram_residents import RamResidents, RamStats, Resident
 from hicache.backends.shared_store import SharedBackend
@@ -124,6 +124,10 @@ class RamTier:
     def scan(self) -> Iterator[StoredBatch]:
         """See ``Backend.scan``."""
         return self._inner.scan()
+
+    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+        """See ``Backend.walk``."""
+        return self._inner.walk(after=after)
 
     def usage(self) -> Usage:
         """Of the backend."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
-from hicache.backends.base import Backend, GetItem, Number, PutItem, Usage
+from hicache.backends.base import Backend, GetItem, Number, PutItem, Usage, WalkedObject
 from hicache.backends.events import Subscription
 from hicache.backends.leases import NO_LEASE, KeyLeases
 from hicache.backends.store_stats import Holds, StoreCounters, StoreStats, TenantStats
@@ -124,6 +124,17 @@ class SharedStore:
             self._counters.gets.update(outcomes)
             self._counters.bytes_read += sum(read)
         return outcomes
+
+    def verify(self, items: Sequence[GetItem]) -> list[Outcome]:
+        """See ``Backend.get_into``: whether a read counts as use is the store's to say."""
+        outcomes = self._backend.get_into(items)
+        with self._lock:
+            self._counters.verified.update(outcomes)
+        return outcomes
+
+    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+        """See ``Backend.walk``."""
+        return self._backend.walk(after=after)
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
         """See ``Backend.put``."""

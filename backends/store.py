@@ -10,7 +10,7 @@ from itertools import chain, islice
 
 import numpy as np
 
-from hicache.backends.base import Backend, GetItem, PutItem, Usage
+from hicache.backends.base import Backend, GetItem, PutItem, Usage, WalkedObject
 from hicache.backends.catalog import Catalog, Read, tenant_of
 from hicache.backends.events import Removal, Subscription
 from hicache.backends.eviction import Evictor
@@ -178,6 +178,17 @@ class ObjectStore:
 
     def get_into(self, items: Sequence[GetItem]) -> list[Outcome]:
         """See ``Backend.get_into``. Counts as use."""
+        outcomes = self._read(items, self._note_get)
+        self._recency.write_when_due()
+        return outcomes
+
+    def verify(self, items: Sequence[GetItem]) -> list[Outcome]:
+        """As ``get_into``, without counting as use: what is corrupt is dropped, and the order of eviction stays."""
+        return self._read(items, self._note_verified)
+
+    def _read(
+        self, items: Sequence[GetItem], note: Callable[[Sequence[GetItem], list[Outcome]], None]
+    ) -> list[Outcome]:
         with self._lock:
             known = self._catalog.find([item.key for item in items])
             reading = Read({item.key for item, is_known in zip(items, known, strict=True) if is_known})
@@ -186,15 +197,20 @@ class ObjectStore:
             read = iter(self._backend.get_into([item for item, is_known in zip(items, known, strict=True) if is_known]))
             outcomes = [next(read) if is_known else Outcome.ABSENT for is_known in known]
             with self._lock:
-                self._note_read(items, outcomes, reading)
+                note(items, outcomes)
+                for item, outcome in zip(items, outcomes, strict=True):
+                    # not there, or dropped, unless it has been stored anew meanwhile
+                    if outcome in (Outcome.ABSENT, Outcome.CORRUPT) and item.key in reading.keys:
+                        self._catalog.discard(item.key, Removal.CORRUPT)
         finally:
             with self._lock:
                 self._catalog.reads.remove(reading)
-        self._recency.write_when_due()
         return outcomes
 
-    def _note_read(self, items: Sequence[GetItem], outcomes: list[Outcome], reading: Read) -> None:
-        """Count a get, and forget what is not there or was dropped, unless it has been stored anew meanwhile."""
+    def _note_verified(self, items: Sequence[GetItem], outcomes: list[Outcome]) -> None:
+        self._catalog.counters.verified.update(outcomes)
+
+    def _note_get(self, items: Sequence[GetItem], outcomes: list[Outcome]) -> None:
         counters = self._catalog.counters
         self._catalog.refresh(
             [item.key for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK]
@@ -203,8 +219,6 @@ class ObjectStore:
         for item, outcome in zip(items, outcomes, strict=True):
             if outcome is Outcome.OK:
                 counters.bytes_read += item.target.nbytes
-            elif outcome in (Outcome.ABSENT, Outcome.CORRUPT) and item.key in reading.keys:
-                self._catalog.discard(item.key, Removal.CORRUPT)
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
         """See ``Backend.put``. Evicts at the high watermark down to the low one, and at a quota of the tenant's own.
@@ -265,6 +279,10 @@ class ObjectStore:
         self._evictor.set_capacity(capacity_bytes, objects_max=self._objects_max)
         with self._lock:
             self._catalog.set_capacity(capacity_bytes)
+
+    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+        """See ``Backend.walk``. Neither counts as use nor waits for those who do."""
+        return self._backend.walk(after=after)
 
     def usage(self) -> Usage:
         """Space as it is on the medium. O(1)."""

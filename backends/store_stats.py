@@ -56,6 +56,7 @@ class StoreStats:
     eviction_failures: int
     expirations: int
     corrupt_dropped: int
+    verified: Mapping[Outcome, int]  # objects that a scrub has read
     events_told: int  # to watchers, those included that were lost
     events_lost: int
     holds: Holds  # gauges
@@ -68,6 +69,7 @@ class StoreCounters:
     lookup_hits: int = 0
     lookup_misses: int = 0
     gets: Counter[Outcome] = field(default_factory=Counter)
+    verified: Counter[Outcome] = field(default_factory=Counter)  # by a scrub
     puts: Counter[Outcome] = field(default_factory=Counter)
     bytes_read: int = 0
     bytes_written: int = 0
@@ -96,7 +98,8 @@ class StoreCounters:
             evicted_bytes=self.removed_bytes[Cause.SHARE] + self.removed_bytes[Cause.QUOTA],
             eviction_failures=self.eviction_failures,
             expirations=self.removed[Cause.TTL],
-            corrupt_dropped=self.gets[Outcome.CORRUPT],
+            corrupt_dropped=self.gets[Outcome.CORRUPT] + self.verified[Outcome.CORRUPT],
+            verified=dict(self.verified),
             events_told=events_told,
             events_lost=events_lost,
             holds=holds,

@@ -181,6 +181,11 @@ class DaemonConfig:
         return self.socket + ".bulk"
 
     @property
+    def admin_socket(self) -> str:
+        """The Unix socket of the admin API."""
+        return self.socket + ".admin"
+
+    @property
     def lock_file(self) -> str:
         """The file whose lock says who owns the socket."""
         return self.socket + ".lock"
@@ -372,6 +377,7 @@ def _check_paths(config: DaemonConfig) -> None:
         config.socket: "socket",
         config.memory_socket: "the memory socket",
         config.bulk_socket: "the bulk socket",
+        config.admin_socket: "the admin socket",
         config.lock_file: "the lock file",
     }
     for name in ("http", "path", "ready_file", "tenants_file"):

@@ -1,4 +1,4 @@
-"""HTTP for probes and Prometheus. Nothing here changes anything; every route is a GET."""
+"""Serves HTTP on a Unix socket or a TCP address: bounded connections, and no names of others over TCP."""
 
 from __future__ import annotations
 
@@ -6,18 +6,17 @@ import asyncio
 import ipaddress
 import os
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
+from hicache.daemon.admin_api import json_errors
 from hicache.daemon.settings import HostPort
 from hicache.daemon.socket_lock import check_tcp_free, listen_unix
 from hicache.errors import ConfigError
 
 SHUTDOWN_TIMEOUT_S = 0.5
 CONNECTIONS_MAX = 64  # one more drops the oldest: a probe asks at once, whoever only holds connections does not
-
-METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::[0-9]{1,5})?")
 
@@ -44,20 +43,12 @@ def is_own_host(header: str | None) -> bool:
 
 
 class HttpServer:
-    """Serves /metrics, /healthz and /readyz."""
+    """Serves some routes at one address."""
 
-    def __init__(
-        self,
-        *,
-        metrics: Callable[[], Awaitable[bytes]],
-        is_alive: Callable[[], Awaitable[bool]],
-        readiness: Callable[[], str],
-        on_foreign_host: Callable[[], None],
-    ) -> None:
-        """``readiness`` says ``ready``, or what the daemon is doing instead."""
-        self._metrics = metrics
-        self._is_alive = is_alive
-        self._readiness = readiness
+    def __init__(self, setting: str, routes: Sequence[web.RouteDef], *, on_foreign_host: Callable[[], None]) -> None:
+        """``setting`` is what the address is from, for errors."""
+        self._setting = setting
+        self._routes = routes
         self._on_foreign_host = on_foreign_host
         self._runner: web.AppRunner | None = None
         self._accepting: asyncio.Server | None = None
@@ -66,10 +57,8 @@ class HttpServer:
     async def start(self, address: HostPort | str, *, socket_mode: int) -> str:
         """Binds and serves; returns the address with its real port. Raises ConfigError or StorageInUse."""
         is_unix = isinstance(address, str)
-        app = web.Application(middlewares=[] if is_unix else [self._check_host])
-        app.router.add_get("/metrics", self._get_metrics)
-        app.router.add_get("/healthz", self._get_health)
-        app.router.add_get("/readyz", self._get_readiness)
+        app = web.Application(middlewares=[json_errors] if is_unix else [self._check_host, json_errors])
+        app.add_routes(self._routes)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
         await self._runner.setup()
         if isinstance(address, str):
@@ -77,20 +66,20 @@ class HttpServer:
         return await self._start_tcp(self._runner, address)
 
     async def _start_unix(self, runner: web.AppRunner, path: str, mode: int) -> str:
-        listener = listen_unix("http", path, mode=mode)
+        listener = listen_unix(self._setting, path, mode=mode)
         self._unix_path = path
         self._accepting = await asyncio.get_running_loop().create_unix_server(_bounded(runner), sock=listener)
         return path
 
     async def _start_tcp(self, runner: web.AppRunner, address: HostPort) -> str:
-        check_tcp_free("http", address.host, address.port)
+        check_tcp_free(self._setting, address.host, address.port)
         loop = asyncio.get_running_loop()
         try:
             self._accepting = await loop.create_server(
                 _bounded(runner), address.host, address.port, backlog=CONNECTIONS_MAX, reuse_port=False
             )
         except OSError as error:
-            raise ConfigError("http", str(address), f"a free address ({error.strerror})") from error
+            raise ConfigError(self._setting, str(address), f"a free address ({error.strerror})") from error
         host, port = self._accepting.sockets[0].getsockname()[:2]
         return str(HostPort(host, port))
 
@@ -112,17 +101,6 @@ class HttpServer:
             self._on_foreign_host()
             return web.Response(status=421, text="the Host header must be an IP address or localhost\n")
         return await handler(request)
-
-    async def _get_metrics(self, _: web.Request) -> web.Response:
-        return web.Response(body=await self._metrics(), headers={"Content-Type": METRICS_TYPE})
-
-    async def _get_health(self, _: web.Request) -> web.Response:
-        alive = await self._is_alive()
-        return web.Response(status=200 if alive else 503, text="ok\n" if alive else "the storage does not answer\n")
-
-    async def _get_readiness(self, _: web.Request) -> web.Response:
-        readiness = self._readiness()
-        return web.Response(status=200 if readiness == "ready" else 503, text=readiness + "\n")
 
 
 def _bounded(runner: web.AppRunner) -> Callable[[], asyncio.Protocol]:

@@ -13,12 +13,15 @@ import structlog
 
 from hicache.backends.shared_store import SharedStore
 from hicache.daemon.acceptor import BACKLOG
+from hicache.daemon.admin_api import AdminApi
 from hicache.daemon.bulk_calls import BulkCalls
 from hicache.daemon.bulk_socket import BulkSocket
 from hicache.daemon.config import DaemonConfig
+from hicache.daemon.http import HttpServer
 from hicache.daemon.memory_socket import STRANGE_QUEUE_MAX, MemorySocket
 from hicache.daemon.metrics import BackendNumbers, Metrics, Readings
 from hicache.daemon.peers import PeerTickets
+from hicache.daemon.probes import Probes
 from hicache.daemon.rates import TenantRates
 from hicache.daemon.readings import (
     StoreSnapshot,
@@ -52,6 +55,21 @@ def lock_socket(config: DaemonConfig, stages: AsyncExitStack) -> None:
     """Raises StorageInUse where another daemon owns the socket."""
     lock = SocketLock(config.lock_file, config.socket)
     stages.callback(lock.release)
+
+
+async def start_http(
+    config: DaemonConfig, probes: Probes, admin: AdminApi, metrics: Metrics, stages: AsyncExitStack
+) -> str:
+    """Serves the admin socket, and the address ``http`` where there is one; returns that with its real port."""
+
+    async def serve(setting: str, address: HostPort | str, *, is_guarded: bool) -> str:
+        routes = [*probes.routes(), *admin.routes(is_guarded=is_guarded)]
+        server = HttpServer(setting, routes, on_foreign_host=metrics.host_refusals.inc)
+        stages.push_async_callback(server.stop)
+        return await server.start(address, socket_mode=config.socket_mode_bits)
+
+    await serve("socket", config.admin_socket, is_guarded=True)
+    return "" if config.http_address is None else await serve("http", config.http_address, is_guarded=False)
 
 
 def open_recorder(config: DaemonConfig, stages: AsyncExitStack) -> TraceRecorder | None:

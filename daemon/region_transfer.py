@@ -106,7 +106,10 @@ class RegionTransfer:
 
     def _write(self, chunk: Sequence[Extent]) -> list[Outcome]:
         with self._slices(chunk) as sources:
-            items = [PutItem(extent.key, source) for extent, source in zip(chunk, sources, strict=True)]
+            items = [
+                PutItem(extent.key, source, self._session.namespace_tag)
+                for extent, source in zip(chunk, sources, strict=True)
+            ]
             return self._transfers.store.put(items)
 
     @contextlib.contextmanager

@@ -11,12 +11,13 @@ from functools import partial
 import structlog
 
 from hicache.backends.tenant_limits import StoreLimits
+from hicache.daemon.admin_api import AdminApi
+from hicache.daemon.authority import Authority
 from hicache.daemon.bulk_socket import BulkSocket
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.control import Control
 from hicache.daemon.grpc_server import GrpcServer
 from hicache.daemon.hello import Hellos, Identity
-from hicache.daemon.http import HttpServer
 from hicache.daemon.metrics import Metrics
 from hicache.daemon.notify import Ready, notify_systemd, remove_ready_file, write_ready_file
 from hicache.daemon.parts import (
@@ -25,10 +26,12 @@ from hicache.daemon.parts import (
     measure_storage,
     open_recorder,
     start_bulk,
+    start_http,
     start_memory_socket,
     start_storage,
 )
 from hicache.daemon.peers import PeerTickets
+from hicache.daemon.probes import Probes
 from hicache.daemon.readings import StoreSnapshot
 from hicache.daemon.recovery import OpenedStore, open_store, recover
 from hicache.daemon.service import HiCachedService
@@ -65,6 +68,7 @@ class Daemon:
         self._storage: Storage | None = None
         self._snapshot: StoreSnapshot | None = None
         self.metrics = Metrics(version=daemon_version(), backend=config.backend)
+        self.admin = AdminApi(Authority(), state=lambda: self._readiness)
 
     async def start(self) -> Ready:
         """Returns once clients are served. Raises ConfigError, StorageInUse or BackendError.
@@ -78,7 +82,8 @@ class Daemon:
         lock_socket(config, stages)
         if config.ready_file:
             remove_ready_file(config.ready_file)
-        http = await self._start_http()
+        probes = Probes(metrics=self._render_metrics, is_alive=self._is_alive, readiness=lambda: self._readiness)
+        http = await start_http(config, probes, self.admin, self.metrics, stages)
         self._readiness = "recovering"
         opened = await recover(partial(self._opener, config, limits), stages, self._stopping)
         self._storage = storage = start_storage(config, opened, stages, self._stopping)
@@ -108,20 +113,6 @@ class Daemon:
         """What a started daemon serves."""
         assert self._storage is not None, "the daemon has not been started"
         return self._storage.store
-
-    async def _start_http(self) -> str:
-        """Where probes and scrapes are answered; empty: nowhere."""
-        address = self._config.http_address
-        if address is None:
-            return ""
-        server = HttpServer(
-            metrics=self._render_metrics,
-            is_alive=self._is_alive,
-            readiness=lambda: self._readiness,
-            on_foreign_host=self.metrics.host_refusals.inc,
-        )
-        self._stages.push_async_callback(server.stop)
-        return await server.start(address, socket_mode=self._config.socket_mode_bits)
 
     async def _start_grpc(
         self, hellos: Hellos, sessions: Sessions, storage: Storage, bulk: BulkSocket, tls: ServerTls | None

@@ -13,6 +13,7 @@ from typing import Protocol
 
 import structlog
 
+from hicache.backends.base import UNKNOWN_TAG
 from hicache.daemon.budget import ByteBudget, InflightBudgets
 from hicache.daemon.memory import Region, RegionRefused
 from hicache.daemon.rates import TenantRates
@@ -58,6 +59,7 @@ class Session:
         self.client_name = client_name
         self.budget = budget
         self.rates = rates or TenantRates()
+        self.namespace_tag = UNKNOWN_TAG
         self.ended = False
         self.wakes_at_end: set[asyncio.Event] = set()  # of those who wait for something else, or for the end
         self._regions: dict[int, Region] = {}

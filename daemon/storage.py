@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-from hicache.backends.base import GetItem, PutItem, Usage
+from hicache.backends.base import GetItem, PutItem, Usage, WalkedObject
 from hicache.backends.events import Subscription
 from hicache.backends.store_stats import StoreStats, TenantStats
 from hicache.backends.tenant_usage import TenantUsage
@@ -65,6 +65,14 @@ class Store(Protocol):
 
     def get_into(self, items: Sequence[GetItem]) -> list[Outcome]:
         """Reads each object into its target and verifies it there."""
+        ...
+
+    def verify(self, items: Sequence[GetItem]) -> list[Outcome]:
+        """As ``get_into``, without counting as use."""
+        ...
+
+    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+        """All objects behind a key with their namespaces, in an order that stays."""
         ...
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:

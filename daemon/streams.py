@@ -189,6 +189,7 @@ class StreamReceiver:
         self._transfers = transfers
         self._staging = staging
         self._budget = session.budget
+        self._namespace_tag = session.namespace_tag
         self._connection = connection
         self._object_bytes_max = config.object_bytes_max
         self._deadline_s = deadline_s
@@ -277,7 +278,7 @@ class StreamReceiver:
         batch, self._whole = self._whole, []
         if not batch:
             return
-        items = [PutItem(upload.extent.key, memoryview(upload.buffer)) for upload in batch]
+        items = [PutItem(upload.extent.key, memoryview(upload.buffer), self._namespace_tag) for upload in batch]
 
         def free(_: object = None) -> None:
             for upload in batch:

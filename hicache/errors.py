@@ -6,6 +6,8 @@ HiCacheError
 ├── UsageError           the engine called the API in a way that would corrupt: refused before anything changed
 │   ├── HandleError      a released, stale or foreign handle was used
 │   └── StateNotCommitted  a snapshot was asked for where the state is not at a committed boundary
+├── AdminRefused         hicached did not do what it was asked for over its admin API, and says why
+├── DaemonUnreachable    no hicached answers at an admin address
 ├── RankLost             a rank and its leader have lost each other: the replica has to be started again
 └── BackendError         a backend cannot be opened or can no longer be used at all
     └── StorageInUse     another live process owns the directory or the socket
@@ -42,6 +44,22 @@ class HandleError(UsageError):
 
 class StateNotCommitted(UsageError):
     """The live state is not at a committed page boundary, so no snapshot of it may exist."""
+
+
+class AdminRefused(HiCacheError):
+    """hicached refused a verb of its admin API, in its own words. ``status`` is that of HTTP."""
+
+    def __init__(self, status: int, text: str) -> None:
+        super().__init__(text)
+        self.status = status
+
+
+class DaemonUnreachable(HiCacheError):
+    """Nobody answers at the address of an admin API."""
+
+    def __init__(self, address: str, why: str) -> None:
+        super().__init__(f"hicached at {address} cannot be asked: {why}")
+        self.address = address
 
 
 class RankLost(HiCacheError):

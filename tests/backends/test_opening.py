@@ -51,7 +51,9 @@ def test_a_path_that_cannot_be_a_directory_is_a_config_error(tmp_path: Path) -> 
 
 def test_a_store_of_another_kind_is_refused_and_kept(tmp_path: Path) -> None:
     open_backend(f"file://{tmp_path}", capacity_bytes=8 * MIB).close()
-    with pytest.raises(ConfigError, match="of kind lmdb version 2, but it is file version 2"):
+    with pytest.raises(
+        ConfigError, match="of kind lmdb version 2 or 3, but it is file version 2; set backend = 'file'"
+    ):
         open_backend(f"lmdb://{tmp_path}", capacity_bytes=8 * MIB)
     open_backend(f"file://{tmp_path}", capacity_bytes=8 * MIB).close()
 
@@ -66,12 +68,12 @@ def test_a_marker_that_cannot_be_read_is_a_config_error_and_nothing_is_removed(t
 
 
 def test_a_marker_is_read_back(tmp_path: Path) -> None:
-    assert read_marker(tmp_path, kind="lmdb", version=1) is None
+    assert read_marker(tmp_path, kind="lmdb", versions=(1,)) is None
     marker = new_marker("lmdb", 1)
     write_marker(tmp_path, new_marker("lmdb", 1))
     write_marker(tmp_path, marker)
     assert (tmp_path / MARKER_NAME).stat().st_size == MARKER_BYTES
-    assert read_marker(tmp_path, kind="lmdb", version=1) == marker
+    assert read_marker(tmp_path, kind="lmdb", versions=(1,)) == marker
     assert marker.survived()
 
 

@@ -1,0 +1,5 @@
+"""`python -m hicache.cli`."""
+
+from hicache.cli import main
+
+main()
