@@ -13,7 +13,7 @@ from hicache.client import DaemonL3
 from tests.client.memory import SmallMemory
 from tests.client.support import QUICK, SPEC
 from tests.daemon.conftest import ThreadedDaemon, folder, start, start_thread, two_tenants
-from tests.security.certificates import Authority
+from bench.certificates import Authority
 
 __all__ = ["folder", "start", "start_thread", "two_tenants"]  # fixtures
 

@@ -26,7 +26,7 @@ from hicache.wire.bulk import BULK_HELLO, BULK_MAGIC, BULK_REFUSED
 from tests.client.support import get, key, open_descriptors, payload, put, wait_until
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.rig import ALICE, BOB, DaemonProcess, settings_in
-from tests.security.certificates import Authority
+from bench.certificates import Authority
 from tests.security.conftest import TlsRig
 
 SIZE = 300_000  # many records of TLS, and a part of one

@@ -1,4 +1,4 @@
-"""A CA in a folder of the test, and certificates that it signs."""
+"""A CA in a folder, and certificates that it signs: for tests and measurements."""
 
 from __future__ import annotations
 
