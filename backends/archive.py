@@ -1,7 +1,7 @@
 """The file that a namespace is exported to: checked objects without their tenant, for any backend and any host.
 
     magic 8 | version 4 | header length 4 | header (msgpack) | check 8
-    object: tag 4 | key length 2 | payload length 8 | payload checksum 8 | check 8 | key | payload     as often as needed
+    object: tag 4 | key length 2 | payload length 8 | payload checksum 8 | check 8 | key | payload    (any number)
     end:    tag 4 | objects 8 | payload bytes 8 | check 8
 
 Each check covers what precedes it in its part, and the key: whoever reads believes no length that was damaged. A file

@@ -73,6 +73,13 @@ class Catalog:
         self._capacity_bytes = capacity_bytes
         self._pin_limits.clear()
 
+    def set_limits(self, limits: StoreLimits) -> None:
+        """Other limits of tenants. What is pinned or leased above them stays until its time is over."""
+        self.limits = limits
+        self._has_ttl = limits.has_ttl
+        self._pin_limits.clear()
+        self._weights_version = (-1, -1)
+
     def find(self, keys: Sequence[bytes]) -> list[bool]:
         """Which keys are there, for those who look for them: what has expired is not, unless something keeps it."""
         slots = self._each_tenant(keys, lambda part, since_s: self.residents.slots(part, used_since_s=since_s))

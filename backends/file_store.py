@@ -35,6 +35,7 @@ from hicache.backends.file_writer import WriterFolder, remove_dead_writers
 from hicache.backends.helpers import Helpers
 from hicache.backends.lock import DirectoryLock, opening_alone
 from hicache.backends.marker import current_boot_id, new_marker, read_marker, write_marker
+from hicache.backends.progress import tell_progress
 from hicache.backends.space import OUT_OF_SPACE_ERRNOS, free_bytes, total_bytes
 from hicache.backends.store_keys import open_keys
 from hicache.errors import BackendError, ConfigError
@@ -140,6 +141,7 @@ class FileBackend:
         for folder in self.folders():
             rows = ((key, payload_bytes_of(stat.st_size), stat.st_mtime) for key, stat in self.in_folder(folder))
             while some := list(islice(rows, SCAN_OBJECTS_MAX)):
+                tell_progress(len(some))
                 yield StoredBatch.of(some)
 
     def folders(self) -> list[str]:

@@ -23,6 +23,7 @@ from hicache.backends.lmdb_layout import (
     record_check,
 )
 from hicache.backends.lmdb_open import StoreFiles
+from hicache.backends.progress import tell_progress
 from hicache.errors import BackendError
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ def _read_index(env: LmdbEnvironment, chunks: int) -> tuple[LoadedIndex, list[by
         while rows := list(islice(entries, SCAN_OBJECTS_MAX)):
             batch, raw_ids, bad = _decode([key for key, _ in rows], [raw for _, raw in rows])
             batches.append(batch)
+            tell_progress(len(rows))
             id_parts.append(raw_ids)
             damaged += bad
     ids = np.frombuffer(b"".join(id_parts), dtype=ID_DTYPE)

@@ -11,6 +11,7 @@ from hicache.backends.base import Backend, GetItem, Number, PutItem, Usage, Walk
 from hicache.backends.events import Subscription
 from hicache.backends.leases import NO_LEASE, KeyLeases
 from hicache.backends.store_stats import Holds, StoreCounters, StoreStats, TenantStats
+from hicache.backends.tenant_limits import StoreLimits
 from hicache.backends.tenant_usage import TenantUsage
 from hicache.errors import ConfigError
 from hicache.outcome import Outcome
@@ -132,6 +133,10 @@ class SharedStore:
             self._counters.verified.update(outcomes)
         return outcomes
 
+    def stored_bytes(self, size_bytes: int) -> int:
+        """See ``Backend.stored_bytes``."""
+        return self._backend.stored_bytes(size_bytes)
+
     def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``."""
         return self._backend.walk(after=after)
@@ -156,6 +161,9 @@ class SharedStore:
     def usage(self) -> Usage:
         """Of the whole store, whoever filled it."""
         return self._backend.usage()
+
+    def set_limits(self, limits: StoreLimits) -> None:
+        """Nothing: others decide, too, what is kept."""
 
     def tenant_usage(self, tenant: bytes) -> TenantUsage:
         """Nothing: what a tenant has in a store that evicts by itself could only be counted by listing all of it."""

@@ -70,14 +70,13 @@ class ObjectStore:
         self._capacity_bytes = backend.usage().capacity_bytes
         self._objects_max_set = objects_max
         self._floor_bytes = free_space_floor_bytes
-        self._limits = limits or StoreLimits()
         self._clock = clock
         self._removal_lock = threading.Lock()  # taken before that of the catalog
         self._catalog = Catalog(
             backend.scan(),
             stored_bytes=backend.stored_bytes,
             capacity_bytes=self._capacity_bytes,
-            limits=self._limits,
+            limits=limits or StoreLimits(),
             clock=clock,
             wall_clock=wall_clock,
         )
@@ -107,6 +106,11 @@ class ObjectStore:
     @property
     def _objects_max(self) -> int:
         return self._objects_max_set or min(self._capacity_bytes // self._backend.stored_bytes(1), OBJECTS_MAX)
+
+    @property
+    def backend_name(self) -> str:
+        """What it is stored in."""
+        return self._backend.name
 
     @property
     def store_id(self) -> bytes:
@@ -267,7 +271,7 @@ class ObjectStore:
         To be called now and then; also has times of use written where no get or put does.
         """
         self._recency.write_when_due()
-        return self._evictor.sweep() if self._limits.has_ttl else 0
+        return self._evictor.sweep() if self._catalog.limits.has_ttl else 0
 
     def resize(self, capacity_bytes: int) -> None:
         """Another capacity from now on, beside other calls; a smaller one evicts first. One at a time.
@@ -294,9 +298,18 @@ class ObjectStore:
         with self._lock:
             self._catalog.set_capacity(capacity_bytes)
 
+    def stored_bytes(self, size_bytes: int) -> int:
+        """See ``Backend.stored_bytes``."""
+        return self._backend.stored_bytes(size_bytes)
+
     def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``. Neither counts as use nor waits for those who do."""
         return self._backend.walk(after=after)
+
+    def set_limits(self, limits: StoreLimits) -> None:
+        """Other limits of tenants from now on. A quota that became smaller holds from the tenant's next put on."""
+        with self._lock:
+            self._catalog.set_limits(limits)
 
     def usage(self) -> Usage:
         """Space as it is on the medium. O(1)."""

@@ -64,7 +64,7 @@ class AdminApi:
         self._handlers[verb.name] = handler
 
     def serve_stream(
-        self, verb: Verb[Body, Stream], handler: Callable[[Call[Body], web.Request], Awaitable[web.StreamResponse]]
+        self, verb: Verb[Body, Any], handler: Callable[[Call[Body], web.Request], Awaitable[web.StreamResponse]]
     ) -> None:
         """As ``serve`` for a verb that answers, or with a body of Stream is sent, part by part."""
         self._stream_handlers[verb.name] = handler

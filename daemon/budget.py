@@ -27,6 +27,11 @@ class InflightBudgets:
             self._by_tenant[tenant] = ByteBudget(self._tenant_bytes, parent=self.total)
         return ByteBudget(self.session_bytes, parent=self._by_tenant[tenant])
 
+    def become(self, other: InflightBudgets) -> None:
+        """Takes over what tenants and sessions may move from here on; what moves already stays on its account."""
+        self._tenant_bytes, self.session_bytes = other._tenant_bytes, other.session_bytes
+        self._by_tenant.clear()
+
     @property
     def waiting_count(self) -> int:
         """How many wait for room of the daemon or of a tenant."""

@@ -130,6 +130,8 @@ class BulkCalls:
         keys = split_keys(packed[: request.sizes_at], request.key_bytes)
         sizes = unpack_numbers(packed[request.sizes_at : request.sizes_at + request.numbers_bytes])
         self._sessions.check_open()
+        if request.kind in (BulkKind.PUT, BulkKind.STORE):
+            self._sessions.check_takes_work()
         session.rates.admit_call()
         if request.is_about_region:
             where = packed[request.sizes_at + request.numbers_bytes :]

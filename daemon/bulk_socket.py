@@ -24,7 +24,6 @@ from hicache.wire.bulk import BULK_ACCEPTED, BULK_HELLO, BULK_MAGIC, PEER_MAGIC
 from hicache.wire.protocol import RefusalCode
 
 WATCH_S = 0.1  # how often connections are looked at
-DRAIN_POLL_S = 0.01
 
 
 class BulkSocket:
@@ -61,11 +60,10 @@ class BulkSocket:
             acceptor.start()
         self._watching = asyncio.create_task(self._watch())
 
-    async def wait_idle(self) -> None:
-        """Returns when no call runs."""
-        # Calls end in threads, which know no event loop.
-        while any(connection.is_busy for session in self._sessions for connection in session.connections):  # noqa: ASYNC110
-            await asyncio.sleep(DRAIN_POLL_S)
+    @property
+    def busy_count(self) -> int:
+        """Calls that run."""
+        return sum(connection.is_busy for session in self._sessions for connection in session.connections)
 
     async def stop(self) -> None:
         """Stops accepting and ends every connection."""

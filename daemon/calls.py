@@ -38,6 +38,7 @@ STATUS_OF = {
     RefusalCode.NOT_SUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
     RefusalCode.UNKNOWN_REGION: grpc.StatusCode.FAILED_PRECONDITION,
     RefusalCode.BAD_STREAM: grpc.StatusCode.INVALID_ARGUMENT,
+    RefusalCode.DRAINING: grpc.StatusCode.UNAVAILABLE,
     RefusalCode.SHUTTING_DOWN: grpc.StatusCode.UNAVAILABLE,
 }
 
@@ -78,9 +79,7 @@ class Calls:
     def __init__(self, metrics: Metrics, *, call_timeout_s_max: float) -> None:
         self._metrics = metrics
         self._call_timeout_s_max = call_timeout_s_max
-        self._active_count = 0  # without LASTING_METHODS
-        self._idle = asyncio.Event()
-        self._idle.set()
+        self.active_count = 0  # without LASTING_METHODS
 
     @asynccontextmanager
     async def frame(self, method: str, context: CallContext) -> AsyncIterator[float]:
@@ -108,23 +107,16 @@ class Calls:
                 log.exception("call failed", method=method)
                 await _end(context, grpc.StatusCode.INTERNAL, "hicached failed; see its log")
 
-    async def wait_idle(self) -> None:
-        """Returns when no call runs; those that last as long as a session do not count."""
-        await self._idle.wait()
-
     @contextmanager
     def _counted(self, method: str) -> Iterator[None]:
         if method in LASTING_METHODS:
             yield
             return
-        self._active_count += 1
-        self._idle.clear()
+        self.active_count += 1
         try:
             yield
         finally:
-            self._active_count -= 1
-            if self._active_count == 0:
-                self._idle.set()
+            self.active_count -= 1
 
 
 def deadline_after(remaining_s: float | None, call_timeout_s_max: float) -> float:

@@ -111,6 +111,7 @@ class DaemonConfig:
     mooncake_protocol: str = _setting("tcp", choice(*PROTOCOLS), "how bytes travel between the nodes")
     mooncake_devices: str = _setting("", text, "network cards for rdma, separated by commas; empty: all")
     tenants_file: str = _setting("", file_path, "tenants and their tokens; empty: one tenant, default, without a token")
+    operators_file: str = _setting("", file_path, "who may use the admin API beside root and the daemon's user")
     quota_bytes: int = _setting(0, PARSERS["quota_bytes"], "space of each tenant, as stored; 0: no quota")
     quota_objects: int = _setting(0, PARSERS["quota_objects"], "objects of each tenant; 0: no quota")
     ttl_s: float = _setting(0.0, PARSERS["ttl_s"], "how long an unused object is kept; 0: until it is evicted")
@@ -137,6 +138,9 @@ class DaemonConfig:
     )
     lease_ms_max: int = _setting(60_000, count(1, 3_600_000), "longest lease; a longer request is cut to it")
     call_timeout_s_max: float = _setting(60.0, number(0.1, 3600), "longest time for one call")
+    drain_s: float = _setting(
+        2.0, number(0, 3600), "how long a stop waits for what runs and for leases; new work is refused meanwhile"
+    )
     io_threads: int = _setting(4, count(1, 64), "threads that read from and write to the backend")
     log_level: str = _setting(
         "info", choice("debug", "info", "warning", "error"), "least important level that is logged"

@@ -1,17 +1,17 @@
-"""The gRPC end of hicached: binds what was asked for and nothing else, and stops without cutting transfers short."""
+"""The gRPC end of hicached: binds what was asked for and nothing else."""
 
 from __future__ import annotations
 
-import asyncio
-import contextlib
 import os
-from collections.abc import Callable
+import socket
 from typing import cast
 
 import grpc
 
-from hicache.daemon.bulk_socket import BulkSocket
+from hicache.daemon.acceptor import BACKLOG
 from hicache.daemon.config import DaemonConfig
+from hicache.daemon.listeners import Listeners, remove_socket
+from hicache.daemon.relay import Relay
 from hicache.daemon.service import HiCachedService
 from hicache.daemon.sessions import CALLS_PER_SESSION_MAX, Sessions
 from hicache.daemon.settings import HostPort
@@ -21,8 +21,7 @@ from hicache.errors import ConfigError
 from hicache.wire.hicached_pb2_grpc import HiCachedServicer, add_HiCachedServicer_to_server
 from hicache.wire.protocol import MESSAGE_BYTES_MAX, server_options
 
-DRAIN_S = 2.0  # for calls that run when the stop begins
-GRACE_S = 0.5  # for what is left then: streams of sessions, and calls that nobody reads
+GRACE_S = 0.5  # for what is left when the daemon has drained: streams of sessions, and calls that nobody reads
 
 # Connections, not calls, are what a stranger without a token can have: those that do not speak HTTP/2, or call nothing,
 # are closed. That of a session has its stream, and is never idle.
@@ -40,13 +39,15 @@ class GrpcServer:
         config: DaemonConfig,
         service: HiCachedService,
         sessions: Sessions,
-        bulk: BulkSocket,
+        listeners: Listeners,
         tls: ServerTls | None = None,
     ) -> None:
         self._config = config
+        self._listeners = listeners
+        self._relays: list[Relay] = []
+        self._own_sockets: list[str] = []
         self._service = service
         self._sessions = sessions
-        self._bulk = bulk
         self._tls = tls
         self._server: grpc.aio.Server | None = None
 
@@ -64,38 +65,61 @@ class GrpcServer:
         server = grpc.aio.server(options=options, maximum_concurrent_rpcs=calls_max)
         # The generated base class wants contexts that are synchronous and asynchronous at once.
         add_HiCachedServicer_to_server(cast(HiCachedServicer, self._service), server)
-        remove_stale_socket("socket", config.socket)
-        with created_with_mode(config.socket_mode_bits):
-            _bind("socket", f"unix:{config.socket}", server.add_insecure_port)
         self._server = server
-        os.chmod(config.socket, config.socket_mode_bits)
+        passed = self._listeners.passed("socket", config.socket)
+        if passed is None:
+            self._bind_unix(server, config.socket)
+        else:
+            self._bind_relayed(server, "socket", passed, config.socket + ".grpc")
         listen = self._bind_tcp(server, config.listen_address)
         await server.start()
         return listen
 
     async def stop(self) -> None:
-        """Refuses new work, lets running calls end, then ends the sessions and the connections."""
-        self._sessions.stop_admitting()
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.gather(self._service.wait_idle(), self._bulk.wait_idle()), DRAIN_S)
+        """Ends the sessions, what still runs, and the connections."""
         self._sessions.close()
         if self._server is not None:
             await self._server.stop(GRACE_S)
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._config.socket)
+        for relay in self._relays:
+            await relay.stop()
+        for path in self._own_sockets:
+            remove_socket(path)
+
+    def _bind_unix(self, server: grpc.aio.Server, path: str) -> None:
+        remove_stale_socket("socket", path)
+        with created_with_mode(self._config.socket_mode_bits):
+            _bind(server, "socket", f"unix:{path}")
+        self._own_sockets.append(path)
+        os.chmod(path, self._config.socket_mode_bits)
+
+    def _bind_relayed(
+        self,
+        server: grpc.aio.Server,
+        setting: str,
+        passed: socket.socket,
+        inner: str,
+        tls: ServerTls | None = None,
+    ) -> None:
+        """Serves ``passed`` by way of ``inner``, a Unix socket that nobody else may open."""
+        remove_stale_socket("socket", inner)
+        with created_with_mode(0o600):
+            _bind(server, setting, f"unix:{inner}", tls)
+        self._own_sockets.append(inner)
+        passed.listen(BACKLOG)
+        relay = Relay(setting, passed, inner)
+        relay.start()
+        self._relays.append(relay)
 
     def _bind_tcp(self, server: grpc.aio.Server, address: HostPort | None) -> str:
         if address is None:
             return ""
+        passed = self._listeners.passed("listen", str(address))
+        if passed is not None:
+            self._bind_relayed(server, "listen", passed, self._config.socket + ".tcp", self._tls)
+            return str(HostPort(*passed.getsockname()[:2]))
         check_tcp_free("listen", address.host, address.port)
-        port = _bind("listen", str(address), self._add_tcp_port(server))
+        port = _bind(server, "listen", str(address), self._tls)
         return str(HostPort(address.host, port))
-
-    def _add_tcp_port(self, server: grpc.aio.Server) -> Callable[[str], int]:
-        if self._tls is None:
-            return server.add_insecure_port
-        credentials = self._tls.grpc_credentials()
-        return lambda address: server.add_secure_port(address, credentials)
 
 
 def _bounds_on_strangers(sessions_max: int) -> list[tuple[str, int]]:
@@ -107,10 +131,13 @@ def _bounds_on_strangers(sessions_max: int) -> list[tuple[str, int]]:
     ]
 
 
-def _bind(setting: str, address: str, add_port: Callable[[str], int]) -> int:
+def _bind(server: grpc.aio.Server, setting: str, address: str, tls: ServerTls | None = None) -> int:
     """The bound port. Old versions of gRPC return 0 where newer ones raise."""
     try:
-        port = add_port(address)
+        if tls is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, tls.grpc_credentials())
     except RuntimeError as error:
         raise ConfigError(setting, address, f"an address that can be bound ({error})") from error
     if port == 0:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
+from hicache.backends.namespaces import NamespaceNames, namespace_tag
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.deployments import Deployments, read_membership
 from hicache.daemon.namespaces import KnownNamespaces, check_key_hash, read_descriptor
@@ -18,7 +20,7 @@ from hicache.daemon.tls import certified_tenant
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.protocol import KEY_BYTES_MAX, PROTOCOL_VERSION, RefusalCode
 
-CLIENT_NAME_CHARS_MAX = 128
+NAME_CHARS_MAX = 128
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +41,16 @@ class Hellos:
         identity: Identity,
         tenants: Tenants,
         sessions: Sessions,
-        peer_tickets: PeerTickets | None = None,
+        names: NamespaceNames,
+        peer_tickets: PeerTickets,
     ) -> None:
         self._config = config
         self._identity = identity
         self._tenants = tenants
         self._sessions = sessions
-        self._peer_tickets = peer_tickets or PeerTickets()
-        self._namespaces = KnownNamespaces()
+        self._peer_tickets = peer_tickets
+        self._names = names
+        self.namespaces = KnownNamespaces()
         self._deployments = Deployments()
 
     @property
@@ -74,12 +78,20 @@ class Hellos:
         check_key_hash(descriptor, self._tenants)
         membership = read_membership(hello.deployment, descriptor, hello.salt_fingerprint)
         with self._deployments.joined(tenant, membership):
-            differences = self._namespaces.meet(tenant, hello.namespace_digest, descriptor)
-            session, secret = self._sessions.open(tenant, _printable(hello.client_name))
+            differences = self.namespaces.meet(tenant, hello.namespace_digest, descriptor)
+            session, secret = self._sessions.open(tenant, printable(hello.client_name))
+            session.authenticate = authenticate
+            session.namespace_tag = namespace_tag(hello.namespace_digest)
             try:
-                yield session, self._welcome(session, secret, differences, is_local=peer.startswith("unix"))
+                self._note_use(tenant, hello)
+                yield session, self._welcome(session, secret, differences, is_local=peer.startswith("unix:"))
             finally:
                 self._sessions.end(session, secret)
+                self._note_use(tenant, hello)
+
+    def _note_use(self, tenant: Tenant, hello: pb.Hello) -> None:
+        """An engine of this namespace is here, or was until now."""
+        self._names.meet(tenant.digest, hello.namespace_digest, hello.namespace_descriptor, now_s=time.time())
 
     def _proof_of(self, hello: pb.Hello, certified_names: Sequence[str]) -> Callable[[], Tenant]:
         """Says whose session this is, as often as it is asked: a ticket is good for one time only. Raises Refusal."""
@@ -114,6 +126,6 @@ class Hellos:
         )
 
 
-def _printable(name: str) -> str:
-    """A client's name as it may appear in a log line."""
-    return "".join(character if character.isprintable() else "?" for character in name[:CLIENT_NAME_CHARS_MAX])
+def printable(name: str) -> str:
+    """What a client calls something, as it may appear in a log line or on a terminal."""
+    return "".join(character if character.isprintable() else "?" for character in name[:NAME_CHARS_MAX])

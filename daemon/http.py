@@ -4,19 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import ipaddress
-import os
 import re
+import socket
 from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
 from hicache.daemon.admin_api import json_errors
-from hicache.daemon.settings import HostPort
-from hicache.daemon.socket_lock import check_tcp_free, listen_unix
-from hicache.errors import ConfigError
+from hicache.daemon.listeners import address_of
 
 SHUTDOWN_TIMEOUT_S = 0.5
-CONNECTIONS_MAX = 64  # one more drops the oldest: a probe asks at once, whoever only holds connections does not
+CONNECTIONS_MAX = 128  # one more drops the oldest: a probe asks at once, whoever only holds connections does not
 
 _HOST = re.compile(r"(\[[^\[\]]*\]|[^:\[\]]*)(?::[0-9]{1,5})?")
 
@@ -45,43 +43,22 @@ def is_own_host(header: str | None) -> bool:
 class HttpServer:
     """Serves some routes at one address."""
 
-    def __init__(self, setting: str, routes: Sequence[web.RouteDef], *, on_foreign_host: Callable[[], None]) -> None:
-        """``setting`` is what the address is from, for errors."""
-        self._setting = setting
+    def __init__(self, routes: Sequence[web.RouteDef], *, on_foreign_host: Callable[[], None]) -> None:
         self._routes = routes
         self._on_foreign_host = on_foreign_host
         self._runner: web.AppRunner | None = None
         self._accepting: asyncio.Server | None = None
-        self._unix_path: str | None = None
 
-    async def start(self, address: HostPort | str, *, socket_mode: int) -> str:
-        """Binds and serves; returns the address with its real port. Raises ConfigError or StorageInUse."""
-        is_unix = isinstance(address, str)
+    async def start(self, listener: socket.socket) -> str:
+        """Serves at ``listener``, which stays the caller's; returns its address."""
+        is_unix = listener.family == socket.AF_UNIX
         app = web.Application(middlewares=[json_errors] if is_unix else [self._check_host, json_errors])
         app.add_routes(self._routes)
         self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=SHUTDOWN_TIMEOUT_S)
         await self._runner.setup()
-        if isinstance(address, str):
-            return await self._start_unix(self._runner, address, socket_mode)
-        return await self._start_tcp(self._runner, address)
-
-    async def _start_unix(self, runner: web.AppRunner, path: str, mode: int) -> str:
-        listener = listen_unix(self._setting, path, mode=mode)
-        self._unix_path = path
-        self._accepting = await asyncio.get_running_loop().create_unix_server(_bounded(runner), sock=listener)
-        return path
-
-    async def _start_tcp(self, runner: web.AppRunner, address: HostPort) -> str:
-        check_tcp_free(self._setting, address.host, address.port)
-        loop = asyncio.get_running_loop()
-        try:
-            self._accepting = await loop.create_server(
-                _bounded(runner), address.host, address.port, backlog=CONNECTIONS_MAX, reuse_port=False
-            )
-        except OSError as error:
-            raise ConfigError(self._setting, str(address), f"a free address ({error.strerror})") from error
-        host, port = self._accepting.sockets[0].getsockname()[:2]
-        return str(HostPort(host, port))
+        # Not create_unix_server, which removes the file of the socket at its end: that of a passed one is not ours.
+        self._accepting = await asyncio.get_running_loop().create_server(_bounded(self._runner), sock=listener)
+        return address_of(listener)
 
     async def stop(self) -> None:
         """Closes idle connections at once, busy ones after a moment. Idempotent."""
@@ -91,9 +68,6 @@ class HttpServer:
         if self._runner is not None:
             await self._runner.cleanup()
             self._runner = None
-        if self._unix_path is not None:
-            os.unlink(self._unix_path)
-            self._unix_path = None
 
     @web.middleware
     async def _check_host(self, request: web.Request, handler: Handler) -> web.StreamResponse:

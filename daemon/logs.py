@@ -18,6 +18,8 @@ _INPUT_ERRORS = ("aiohttp", "google")  # packages of the exceptions that bad inp
 
 _LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 
+_LEVEL_OF = _LEVELS | {"exception": logging.ERROR, "critical": logging.CRITICAL}  # by the method that is called
+
 
 def configure_logs(*, level: str, style: str) -> None:
     """Sends the lines of structlog and of `logging` to stderr in one form: ``style`` is console or json."""
@@ -36,8 +38,8 @@ def configure_logs(*, level: str, style: str) -> None:
         *([structlog.processors.format_exc_info] if style == "json" else []),
     ]
     structlog.configure(
-        processors=[*shared, renderer],
-        wrapper_class=structlog.make_filtering_bound_logger(_LEVELS[level]),
+        processors=[LevelFilter(), *shared, renderer],
+        wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
         logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
         cache_logger_on_first_use=True,
     )
@@ -49,7 +51,32 @@ def configure_logs(*, level: str, style: str) -> None:
         )
     )
     handler.addFilter(LibraryLines())
-    logging.basicConfig(level=max(_LEVELS[level], logging.INFO), handlers=[handler], force=True)
+    logging.basicConfig(handlers=[handler], force=True)
+    set_log_level(level)
+
+
+class LevelFilter:
+    """Drops lines below a level that can be changed: loggers keep the list of processors that they began with."""
+
+    level = logging.INFO
+
+    def __call__(
+        self,
+        _: object,
+        method: str,
+        event: MutableMapping[str, Any],  # Any: structlog's type
+    ) -> MutableMapping[str, Any]:
+        if _LEVEL_OF[method] < self.level:
+            raise structlog.DropEvent
+        return event
+
+
+def set_log_level(level: str) -> None:
+    """From now on lines of ``level`` and above are written, after ``configure_logs``."""
+    for processor in structlog.get_config()["processors"]:
+        if isinstance(processor, LevelFilter):
+            processor.level = _LEVELS[level]
+    logging.getLogger().setLevel(max(_LEVELS[level], logging.INFO))
 
 
 class LibraryLines(logging.Filter):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -63,6 +64,16 @@ class KnownNamespaces:
 
     def __init__(self) -> None:
         self._by_tenant: dict[Tenant, OrderedDict[bytes, Descriptor]] = {}
+
+    def __len__(self) -> int:
+        """How many are remembered."""
+        return sum(len(known) for known in self._by_tenant.values())
+
+    def latest(self) -> Iterator[tuple[Tenant, bytes, Descriptor]]:
+        """Tenant, digest and descriptor of each, of every tenant the latest first."""
+        for tenant, known in self._by_tenant.items():
+            for digest, descriptor in reversed(known.items()):
+                yield tenant, digest, descriptor
 
     def meet(self, tenant: Tenant, digest: bytes, descriptor: Descriptor) -> list[str]:
         """Remembers the namespace, and names the fields in which it differs from the nearest one of the same model.

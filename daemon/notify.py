@@ -1,30 +1,11 @@
-"""Tells others how far the daemon is: systemd through NOTIFY_SOCKET, and scripts through a ready file."""
+"""Tells scripts where the daemon is, in a file that is there while it serves."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
-import socket
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-
-NOTIFY_SOCKET = "NOTIFY_SOCKET"
-
-
-def notify_systemd(state: str, environment: Mapping[str, str]) -> bool:
-    """Sends ``state`` (READY=1, STOPPING=1) to the service manager; False where there is none that listens."""
-    address = environment.get(NOTIFY_SOCKET, "")
-    if not address.startswith(("/", "@")):
-        return False
-    name = "\0" + address[1:] if address.startswith("@") else address
-    try:
-        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-            sender.settimeout(1.0)
-            sender.sendto(state.encode(), name)
-    except OSError:
-        return False
-    return True
 
 
 @dataclass(frozen=True, slots=True)

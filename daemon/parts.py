@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
+from pathlib import Path
 
 import structlog
+from aiohttp import web
 
+from hicache.backends.namespaces import NamespaceNames
 from hicache.backends.shared_store import SharedStore
 from hicache.daemon.acceptor import BACKLOG
 from hicache.daemon.admin_api import AdminApi
 from hicache.daemon.bulk_calls import BulkCalls
 from hicache.daemon.bulk_socket import BulkSocket
 from hicache.daemon.config import DaemonConfig
-from hicache.daemon.http import HttpServer
+from hicache.daemon.http import CONNECTIONS_MAX, HttpServer
+from hicache.daemon.listeners import Listeners
 from hicache.daemon.memory_socket import STRANGE_QUEUE_MAX, MemorySocket
 from hicache.daemon.metrics import BackendNumbers, Metrics, Readings
+from hicache.daemon.page import Page
 from hicache.daemon.peers import PeerTickets
 from hicache.daemon.probes import Probes
 from hicache.daemon.rates import TenantRates
@@ -31,14 +36,15 @@ from hicache.daemon.readings import (
     tenant_readings,
     thread_readings,
 )
-from hicache.daemon.recorder import TraceRecorder
+from hicache.daemon.recorder import Recorders, TraceRecorder
 from hicache.daemon.recovery import OpenedStore
 from hicache.daemon.sessions import Sessions
 from hicache.daemon.settings import HostPort
-from hicache.daemon.socket_lock import SocketLock, listen_tcp, listen_unix
+from hicache.daemon.socket_lock import SocketLock
+from hicache.daemon.status_feed import StatusFeed
 from hicache.daemon.stopping import Stopping
 from hicache.daemon.storage import STUCK_S, Storage, Store
-from hicache.daemon.tenant_bounds import inflight_budgets, region_budget, share_of
+from hicache.daemon.tenant_bounds import inflight_budgets, region_budget, tenant_sessions_max
 from hicache.daemon.tenants import Tenants
 from hicache.daemon.tls import ServerTls
 from hicache.daemon.transfers import Transfers
@@ -58,38 +64,66 @@ def lock_socket(config: DaemonConfig, stages: AsyncExitStack) -> None:
 
 
 async def start_http(
-    config: DaemonConfig, probes: Probes, admin: AdminApi, metrics: Metrics, stages: AsyncExitStack
+    config: DaemonConfig,
+    listeners: Listeners,
+    probes: Probes,
+    admin: AdminApi,
+    metrics: Metrics,
+    stages: AsyncExitStack,
 ) -> str:
     """Serves the admin socket, and the address ``http`` where there is one; returns that with its real port."""
 
-    async def serve(setting: str, address: HostPort | str, *, is_guarded: bool) -> str:
-        routes = [*probes.routes(), *admin.routes(is_guarded=is_guarded)]
-        server = HttpServer(setting, routes, on_foreign_host=metrics.host_refusals.inc)
+    async def serve(listener: socket.socket, routes: Sequence[web.RouteDef]) -> str:
+        server = HttpServer(routes, on_foreign_host=metrics.host_refusals.inc)
         stages.push_async_callback(server.stop)
-        return await server.start(address, socket_mode=config.socket_mode_bits)
+        return await server.start(listener)
 
-    await serve("socket", config.admin_socket, is_guarded=True)
-    return "" if config.http_address is None else await serve("http", config.http_address, is_guarded=False)
+    listener = listeners.unix("admin", config.admin_socket, backlog=CONNECTIONS_MAX)
+    await serve(listener, [*probes.routes(), *admin.routes(is_guarded=True)])
+    routes = [*Page().routes(), *probes.routes(), *admin.routes(is_guarded=False)]
+    match config.http_address:
+        case None:
+            return ""
+        case HostPort() as address:
+            return await serve(listeners.tcp("http", address, backlog=CONNECTIONS_MAX), routes)
+        case path:
+            return await serve(listeners.unix("http", path, backlog=CONNECTIONS_MAX, setting="http"), routes)
 
 
-def open_recorder(config: DaemonConfig, stages: AsyncExitStack) -> TraceRecorder | None:
-    """What writes the trace of look-ups, if one is wanted."""
+def start_status(feed: StatusFeed, admin: AdminApi, stages: AsyncExitStack) -> None:
+    """Has the admin API tell how the daemon is, from now to its stop."""
+    feed.start(admin)
+    stages.push_async_callback(feed.stop)
+
+
+def open_recorder(config: DaemonConfig, recorders: Recorders, stages: AsyncExitStack) -> None:
+    """Writes the trace of look-ups to ``trace_file``, if that is wanted."""
     if not config.trace_file:
-        return None
-    recorder = TraceRecorder(
+        return
+    recorder = TraceRecorder.open(
         config.trace_file, bytes_max=config.trace_bytes_max, block_tokens=config.trace_block_tokens
     )
     stages.callback(recorder.close)
-    return recorder
+    recorders.add(recorder)
+
+
+def open_names(config: DaemonConfig, storage: Storage, stages: AsyncExitStack) -> NamespaceNames:
+    """What is known of namespaces; kept beside the store, where it has a directory of its own."""
+    directory = None if config.is_shared else Path(config.path)
+    names = NamespaceNames(
+        directory, on_failure=lambda reason: log.warning("namespaces lose their names", reason=reason)
+    )
+    upkeep = Upkeep(storage, names)
+    upkeep.start()
+    stages.callback(names.write)
+    stages.push_async_callback(upkeep.stop)
+    return names
 
 
 def start_storage(config: DaemonConfig, opened: OpenedStore, stages: AsyncExitStack, stopping: Stopping) -> Storage:
     """The threads that call the store; closing them closes it."""
     storage = Storage(opened.store, io_threads=config.io_threads, stuck_s=STUCK_S)
     stages.push_async_callback(_close_storage, storage, stopping)
-    upkeep = Upkeep(storage)
-    upkeep.start()
-    stages.push_async_callback(upkeep.stop)
     return storage
 
 
@@ -106,7 +140,7 @@ async def _close_storage(storage: Storage, stopping: Stopping) -> None:
 
 def measure_storage(metrics: Metrics, storage: Storage, opened: OpenedStore, tenants: Tenants) -> StoreSnapshot:
     """Has /metrics show the storage. Returns what is refreshed before each scrape."""
-    snapshot = StoreSnapshot(storage, opened.numbers, tenants.named)
+    snapshot = StoreSnapshot(storage, opened.numbers, lambda: tenants.named)
     metrics.registry.register(Readings((*thread_readings(storage), *store_readings(snapshot))))
     metrics.registry.register(Readings(tenant_readings(snapshot)))
     if isinstance(opened.store, SharedStore):
@@ -127,18 +161,20 @@ def make_sessions(config: DaemonConfig, storage: Storage, tenants: Tenants, metr
     }
     sessions = Sessions(
         sessions_max=config.sessions_max,
-        tenant_sessions_max=config.tenant_sessions_max or share_of(config.sessions_max, tenants),
+        tenant_sessions_max=tenant_sessions_max(config, tenants),
         budgets=inflight_budgets(config, tenants),
         rates=rates,
         region_budget=region_budget(config, tenants),
         release_leases=release_leases,
     )
     metrics.registry.register(Readings(session_readings(sessions)))
-    metrics.registry.register(Readings(rate_readings(rates, tenants.named)))
+    metrics.registry.register(Readings(rate_readings(rates, lambda: tenants.named)))
     return sessions
 
 
-def start_memory_socket(config: DaemonConfig, sessions: Sessions, metrics: Metrics, stages: AsyncExitStack) -> None:
+def start_memory_socket(
+    config: DaemonConfig, listeners: Listeners, sessions: Sessions, metrics: Metrics, stages: AsyncExitStack
+) -> None:
     """Takes memory of clients from here on."""
     unmapping = Workers("hicached-unmap", threads=1, queue_max=UNMAPS_MAX)
     stages.callback(unmapping.close, timeout_s=0)  # what is still mapped goes with the process
@@ -147,9 +183,7 @@ def start_memory_socket(config: DaemonConfig, sessions: Sessions, metrics: Metri
         with contextlib.suppress(QueueFull):  # the collector unmaps it
             unmapping.submit(close_mapping)
 
-    listener = listen_unix("socket", config.memory_socket, mode=config.socket_mode_bits, backlog=BACKLOG)
-    stages.callback(_remove, config.memory_socket)
-    stages.callback(listener.close)
+    listener = listeners.unix("memory", config.memory_socket, backlog=BACKLOG)
     strange = Workers("hicached-strange", threads=1, queue_max=STRANGE_QUEUE_MAX)
     stages.callback(strange.close, timeout_s=0)  # what cannot be closed goes with the process
     memory_socket = MemorySocket(
@@ -161,6 +195,7 @@ def start_memory_socket(config: DaemonConfig, sessions: Sessions, metrics: Metri
 
 def start_bulk(
     config: DaemonConfig,
+    listeners: Listeners,
     sessions: Sessions,
     transfers: Transfers,
     metrics: Metrics,
@@ -170,16 +205,13 @@ def start_bulk(
     peer_tickets: PeerTickets,
 ) -> tuple[BulkSocket, HostPort | None]:
     """The bulk socket, and its TCP address with its real port if it has one."""
-    listeners = [listen_unix("socket", config.bulk_socket, mode=config.socket_mode_bits, backlog=BACKLOG)]
-    stages.callback(_remove, config.bulk_socket)
-    stages.callback(listeners[0].close)
+    sockets = [listeners.unix("bulk", config.bulk_socket, backlog=BACKLOG)]
     address = config.bulk_listen_address
     if address is not None:
-        listeners.append(listen_tcp("bulk_listen", address.host, address.port, backlog=BACKLOG))
-        stages.callback(listeners[1].close)
-        address = HostPort(address.host, listeners[1].getsockname()[1])
+        sockets.append(listeners.tcp("bulk_listen", address, backlog=BACKLOG))
+        address = HostPort(*sockets[1].getsockname()[:2])
     calls = BulkCalls(config, sessions=sessions, transfers=transfers, metrics=metrics)
-    bulk = BulkSocket(listeners, sessions, calls, tls=tls, peer_tickets=peer_tickets)
+    bulk = BulkSocket(sockets, sessions, calls, tls=tls, peer_tickets=peer_tickets)
     bulk.start()
     stages.push_async_callback(bulk.stop)
     return bulk, address
@@ -188,8 +220,3 @@ def start_bulk(
 def _release_all(store: Store, lease_ids: Sequence[int]) -> None:
     for lease_id in lease_ids:
         store.release(lease_id)
-
-
-def _remove(path: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from hicache.daemon.config import DaemonConfig
-from hicache.daemon.open_files import raise_open_files_limit
-from hicache.daemon.reload import resize_when_asked
+from hicache.daemon.early_signals import answer_signals
+from hicache.daemon.process_limits import check_limits
 from hicache.daemon.server import Daemon
 from hicache.daemon.stopping import STOP_S_MAX
 
@@ -22,50 +22,49 @@ log = structlog.get_logger("hicache.daemon")
 async def serve(
     config: DaemonConfig, *, environment: Mapping[str, str], reread: Callable[[], DaemonConfig] | None = None
 ) -> bool:
-    """Runs until SIGTERM or SIGINT. True after a clean stop. Raises what ``Daemon.start`` raises.
+    """Runs until SIGTERM or SIGINT, or until it was told to drain. True after a clean stop.
 
-    A second signal ends the process at once, as if the first had not been caught. On SIGHUP the capacity becomes the
-    one that ``reread`` says.
+    Raises what ``Daemon.start`` raises. A second signal ends the process at once, as if the first had not been caught.
+    On SIGHUP the daemon takes what ``reread`` says.
     """
-    stop_wanted, resize_wanted = asyncio.Event(), asyncio.Event()
-    _catch_signals(stop_wanted)
-    asyncio.get_running_loop().add_signal_handler(signal.SIGHUP, resize_wanted.set)
-    raise_open_files_limit()
-    daemon = Daemon(config, environment=environment)
+    check_limits(config)
+    daemon = Daemon(config, environment=environment, reread=reread)
+    reload_wanted = asyncio.Event()
+    _catch_signals(stop=lambda: daemon.drain.begin(within_s=daemon.drain_s), reload=reload_wanted.set)
+    answer_signals()
     starting = asyncio.ensure_future(daemon.start())
-    waiting = asyncio.ensure_future(stop_wanted.wait())
-    resizing: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    draining = asyncio.ensure_future(daemon.drain.begun.wait())
+    reloading: asyncio.Future[None] = asyncio.get_running_loop().create_future()
     try:
-        await asyncio.wait((starting, waiting), return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait((starting, draining), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
-            resizing = asyncio.ensure_future(
-                resize_when_asked(resize_wanted, reread=reread or (lambda: config), store=daemon.store)
-            )
-            await waiting
+            reloading = asyncio.ensure_future(daemon.reloader.reload_when_asked(reload_wanted))
+            await draining
+            await daemon.drain.wait()
             log.info("stopping")
     finally:
-        waiting.cancel()
-        starting.cancel()
-        resizing.cancel()
-        await asyncio.gather(starting, waiting, resizing, return_exceptions=True)
+        for task in (starting, draining, reloading):
+            task.cancel()
+        await asyncio.gather(starting, draining, reloading, return_exceptions=True)
         _limit_stop_time()
         stopped_clean = await daemon.stop()
     log.info("stopped", clean=stopped_clean)
     return stopped_clean
 
 
-def _catch_signals(stop_wanted: asyncio.Event) -> None:
+def _catch_signals(*, stop: Callable[[], None], reload: Callable[[], None]) -> None:
     loop = asyncio.get_running_loop()
 
-    def stop() -> None:
-        stop_wanted.set()
+    def stop_once() -> None:
+        stop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
             signal.signal(number, signal.SIG_DFL)
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop)
+        loop.add_signal_handler(number, stop_once)
+    loop.add_signal_handler(signal.SIGHUP, reload)
 
 
 def _limit_stop_time() -> None:

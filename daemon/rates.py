@@ -50,9 +50,15 @@ class TenantRates:
         self, *, calls_per_s_max: float = 0.0, bytes_per_s_max: float = 0.0, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self._lock = threading.Lock()
-        self._calls = TokenBucket(calls_per_s_max, clock=clock)
-        self._bytes = TokenBucket(bytes_per_s_max, clock=clock)
+        self._clock = clock
+        self.set_limits(calls_per_s_max=calls_per_s_max, bytes_per_s_max=bytes_per_s_max)
         self.refusals: Counter[str] = Counter()  # by limit: calls or bytes
+
+    def set_limits(self, *, calls_per_s_max: float, bytes_per_s_max: float) -> None:
+        """From now on these hold, for who was silent until now."""
+        with self._lock:
+            self._calls = TokenBucket(calls_per_s_max, clock=self._clock)
+            self._bytes = TokenBucket(bytes_per_s_max, clock=self._clock)
 
     def admit_call(self) -> None:
         """Count a call. Raises Refusal(RATE_LIMITED), which costs the tenant nothing."""

@@ -39,10 +39,10 @@ class StoreNumbers:
 class StoreSnapshot:
     """What the store last said about itself: asked before each scrape, in a control thread, never in the event loop."""
 
-    def __init__(self, storage: Storage, numbers: StoreNumbers, tenants: Sequence[Tenant]) -> None:
+    def __init__(self, storage: Storage, numbers: StoreNumbers, named: Callable[[], Sequence[Tenant]]) -> None:
         self._storage = storage
         self._numbers = numbers
-        self._tenants = tenants
+        self._named = named
 
     @property
     def usage(self) -> Usage:
@@ -61,10 +61,10 @@ class StoreSnapshot:
 
     async def refresh(self) -> None:
         """Asks again. A store that does not answer soon goes on showing its last numbers."""
-        store = self._storage.store
+        store, tenants = self._storage.store, self._named()
         with contextlib.suppress(TimeoutError, QueueFull, BackendError):
             self._numbers = await self._storage.ask(
-                lambda: StoreNumbers.of(store, self._tenants), timeout_s=SNAPSHOT_TIMEOUT_S
+                lambda: StoreNumbers.of(store, tenants), timeout_s=SNAPSHOT_TIMEOUT_S
             )
 
 
@@ -128,6 +128,11 @@ def store_readings(snapshot: StoreSnapshot) -> Iterator[Reading]:
             "Objects that could not be evicted.",
             lambda stats: stats.eviction_failures,
         ),
+        (
+            "hicache_store_verified_objects",
+            "Objects that a verify has read.",
+            lambda stats: sum(stats.verified.values()),
+        ),
         ("hicache_store_corrupt_objects", "Corrupt objects met and dropped.", lambda stats: stats.corrupt_dropped),
     )
     for name, description, read in counters:
@@ -152,7 +157,9 @@ def tenant_readings(snapshot: StoreSnapshot) -> Iterator[LabelledReading]:
     )
 
 
-def rate_readings(rates: Mapping[Tenant, TenantRates], named: Sequence[Tenant]) -> Iterator[LabelledReading]:
+def rate_readings(
+    rates: Mapping[Tenant, TenantRates], named: Callable[[], Sequence[Tenant]]
+) -> Iterator[LabelledReading]:
     """Who was refused for being too fast."""
 
     def by_limit() -> Mapping[str, float]:
@@ -169,7 +176,7 @@ def rate_readings(rates: Mapping[Tenant, TenantRates], named: Sequence[Tenant]) 
         "hicache_tenant_rate_refusals",
         "Calls and objects of a tenant refused for its rates.",
         "tenant",
-        lambda: {tenant.name: rates[tenant].refusals.total() for tenant in named},
+        lambda: {tenant.name: rates[tenant].refusals.total() for tenant in named()},
         is_counter=True,
     )
 

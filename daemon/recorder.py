@@ -11,6 +11,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol, Self
 
 import structlog
 
@@ -22,6 +23,41 @@ _CLOSE_S = 1.0
 log = structlog.get_logger("hicache.daemon")
 
 
+class Target(Protocol):
+    """What a trace is written to."""
+
+    def write(self, line: bytes, /) -> object:
+        """One whole line. Raises OSError where that ends the recording."""
+        ...
+
+    def close(self) -> None:
+        """Nothing more comes."""
+        ...
+
+
+class Recorders:
+    """Those that record at the moment. Event loop only."""
+
+    def __init__(self) -> None:
+        self._recorders: list[TraceRecorder] = []
+
+    def __len__(self) -> int:
+        return len(self._recorders)
+
+    def add(self, recorder: TraceRecorder) -> None:
+        """From now on it is told of every lookup."""
+        self._recorders.append(recorder)
+
+    def remove(self, recorder: TraceRecorder) -> None:
+        """It is told of nothing more."""
+        self._recorders.remove(recorder)
+
+    def lookup(self, tenant: str, keys: Sequence[bytes]) -> None:
+        """See ``TraceRecorder.lookup``."""
+        for recorder in self._recorders:
+            recorder.lookup(tenant, keys)
+
+
 class TraceRecorder:
     """Writes a line for each lookup, from a thread of its own, until the file has ``bytes_max``.
 
@@ -31,15 +67,11 @@ class TraceRecorder:
     """
 
     def __init__(
-        self, path: str, *, bytes_max: int, block_tokens: int, clock: Callable[[], float] = time.monotonic
+        self, target: Target, *, bytes_max: int, block_tokens: int, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Raises ConfigError where the file cannot be made; one that is there is replaced."""
-        try:
-            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
-        except OSError as error:
-            raise ConfigError("trace_file", path, f"a file that can be written ({error.strerror})") from error
+        """Closes ``target`` at the end."""
         self.left_out = 0  # lookups that came while too many waited
-        self._file = os.fdopen(descriptor, "wb")
+        self._target = target
         self._left_bytes = bytes_max
         self._block_tokens = block_tokens
         self._clock = clock
@@ -51,6 +83,15 @@ class TraceRecorder:
         self._thread = threading.Thread(target=self._write_all, name="trace-recorder", daemon=True)
         self._thread.start()
 
+    @classmethod
+    def open(cls, path: str, *, bytes_max: int, block_tokens: int) -> Self:
+        """Raises ConfigError where the file cannot be made; one that is there is replaced."""
+        try:
+            descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise ConfigError("trace_file", path, f"a file that can be written ({error.strerror})") from error
+        return cls(os.fdopen(descriptor, "wb"), bytes_max=bytes_max, block_tokens=block_tokens)
+
     def lookup(self, tenant: str, keys: Sequence[bytes]) -> None:
         """A client has asked for ``keys``, root first. They are not changed until they have been written."""
         if not keys or self._is_over:
@@ -59,6 +100,17 @@ class TraceRecorder:
             self._queue.put_nowait((self._clock() - self._start_s, tenant, keys))
         except queue.Full:
             self.left_out += 1
+
+    def end(self) -> None:
+        """Take no more lookups; what waits is written, or left out where too much waits. Never waits."""
+        self._is_over = True
+        while True:
+            try:
+                self._queue.put_nowait(None)
+                return
+            except queue.Full:
+                with contextlib.suppress(queue.Empty):
+                    self._queue.get_nowait()
 
     def close(self) -> None:
         """Write what waits, for at most a second, and close the file."""
@@ -69,14 +121,14 @@ class TraceRecorder:
 
     def _write_all(self) -> None:
         try:
-            with self._file:
+            with contextlib.closing(self._target):
                 while (lookup := self._queue.get()) is not None:
                     line = self._line(*lookup)
                     if len(line) > self._left_bytes:
                         log.info("the trace is full", trace_bytes_left=self._left_bytes)
                         break
                     self._left_bytes -= len(line)
-                    self._file.write(line)
+                    self._target.write(line)
         except OSError as error:
             log.warning("the trace cannot be written any more", error=str(error))
         self._is_over = True

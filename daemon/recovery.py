@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import math
+import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -11,12 +13,17 @@ from functools import partial
 import structlog
 
 from hicache.backends.open import open_store as open_backend_store
+from hicache.backends.progress import told_of_progress
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.readings import StoreNumbers
+from hicache.daemon.service_manager import ServiceManager
 from hicache.daemon.stopping import Stopping
 from hicache.daemon.storage import Store
 from hicache.workers import Job, Workers
+
+PROGRESS_INTERVAL_S = 1.0
+PROGRESS_PATIENCE_S = 30.0  # without progress for so long, a recovery counts as stuck
 
 log = structlog.get_logger("hicache.daemon")
 
@@ -30,8 +37,39 @@ class OpenedStore:
     numbers: StoreNumbers
 
 
-def open_store(config: DaemonConfig, limits: StoreLimits) -> OpenedStore:
-    """Blocking: opens the backend and recovers its index. Raises ConfigError, StorageInUse or BackendError."""
+class RecoveryProgress:
+    """Counts what a recovery has read, and asks the service manager for more time as long as it goes on.
+
+    Called by the thread that recovers: one that hangs asks for nothing, and its start is given up.
+    """
+
+    def __init__(self, manager: ServiceManager, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self.objects = 0
+        self._manager = manager
+        self._clock = clock
+        self._told_s = -math.inf
+
+    def __call__(self, count: int) -> None:
+        """``count`` more objects have been read."""
+        self.objects += count
+        now_s = self._clock()
+        if now_s - self._told_s >= PROGRESS_INTERVAL_S:
+            self._told_s = now_s
+            self._manager.busy(f"recovering: {self.objects} objects", within_s=PROGRESS_PATIENCE_S)
+
+
+def open_store(
+    config: DaemonConfig, limits: StoreLimits, *, on_progress: Callable[[int], None] = lambda _: None
+) -> OpenedStore:
+    """Blocking: opens the backend and recovers its index. Raises ConfigError, StorageInUse or BackendError.
+
+    ``on_progress`` is told, in this thread, how many more objects have been read.
+    """
+    with told_of_progress(on_progress):
+        return _open_store(config, limits)
+
+
+def _open_store(config: DaemonConfig, limits: StoreLimits) -> OpenedStore:
     store = open_backend_store(
         config.backend_url,
         capacity_bytes=config.capacity_bytes,

@@ -53,6 +53,10 @@ class RegionBudget:
         self._charges[charge.number] = charge
         return charge
 
+    def set_tenant_bytes_max(self, tenant_regions_bytes_max: int) -> None:
+        """Another bound for what is attached from here on."""
+        self._tenant_regions_bytes_max = tenant_regions_bytes_max
+
     def give_back(self, charge: RegionCharge) -> None:
         """Forgets a mapping that is gone."""
         del self._charges[charge.number]

@@ -102,7 +102,7 @@ class RegionTransfer:
     def _read(self, chunk: Sequence[Extent]) -> list[Outcome]:
         with self._slices(chunk) as targets:
             items = [GetItem(extent.key, target) for extent, target in zip(chunk, targets, strict=True)]
-            return self._transfers.store.get_into(items)
+            return self._transfers.read(items)
 
     def _write(self, chunk: Sequence[Extent]) -> list[Outcome]:
         with self._slices(chunk) as sources:
@@ -110,7 +110,7 @@ class RegionTransfer:
                 PutItem(extent.key, source, self._session.namespace_tag)
                 for extent, source in zip(chunk, sources, strict=True)
             ]
-            return self._transfers.store.put(items)
+            return self._transfers.write(items)
 
     @contextlib.contextmanager
     def _slices(self, chunk: Sequence[Extent]) -> Iterator[list[memoryview]]:

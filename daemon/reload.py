@@ -1,45 +1,120 @@
-"""SIGHUP: a changed capacity is taken from the configuration while the daemon runs."""
+"""SIGHUP and POST /v1/reload: what changed in the settings is taken while the daemon runs, all of it or nothing."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import fields
+from typing import Protocol
 
 import structlog
 
+from hicache.admin.lifecycle import ReloadAnswer
 from hicache.daemon.config import DaemonConfig
+from hicache.daemon.logs import set_log_level
+from hicache.daemon.service_manager import ServiceManager
 from hicache.daemon.storage import Store
 from hicache.errors import BackendError, ConfigError
 from hicache.workers import Workers
 
+# Beside the tenants file, which is read again whether or not its name changed.
+RELOADED = ("capacity_bytes", "log_level", "tenants_file", "drain_s")
+
 log = structlog.get_logger("hicache.daemon")
 
+Commit = Callable[[], None]
 
-async def resize_when_asked(asked: asyncio.Event, *, reread: Callable[[], DaemonConfig], store: Store) -> None:
-    """Each time that ``asked`` is set, gives the store the capacity that ``reread`` says. Runs until cancelled.
 
-    Whatever is wrong is logged, and the store stays as it is. A resize that has begun goes on in its thread.
-    """
-    resizing = Workers("hicached-resize", threads=1, queue_max=1)
-    try:
+class Reloadable(Protocol):
+    """A part of the daemon that can take other settings, or files with other content, while it runs."""
+
+    settings: Sequence[str]  # those that it takes, beside the content of files
+
+    def prepare(self, config: DaemonConfig) -> Commit:
+        """Reads and checks everything, and changes nothing; blocking, in a thread. Raises ConfigError.
+
+        What it returns is called in the event loop when all others are prepared, too, and cannot fail.
+        """
+        ...
+
+
+class Reloader:
+    """Owns the running configuration. One reload at a time; those who ask meanwhile get the next one."""
+
+    def __init__(
+        self,
+        config: DaemonConfig,
+        reread: Callable[[], DaemonConfig],
+        parts: Sequence[Reloadable],
+        *,
+        store: Store,
+        manager: ServiceManager,
+    ) -> None:
+        """``reread`` reads the configuration file again; blocking, raises ConfigError."""
+        self._config = config
+        self._reread = reread
+        self._parts = parts
+        self._store = store
+        self._manager = manager
+        self._turn = asyncio.Lock()
+
+    @property
+    def config(self) -> DaemonConfig:
+        """What holds now."""
+        return self._config
+
+    async def reload(self) -> ReloadAnswer:
+        """Takes what changed. Raises ConfigError or BackendError, and then everything stays as it is.
+
+        The capacity is changed last, since that alone may fail after it was checked; a resize goes on in its thread
+        when the caller does not wait for it.
+        """
+        async with self._turn:
+            self._manager.reloading()
+            try:
+                answer = await self._reload()
+            except (ConfigError, BackendError, OSError) as error:
+                log.error("nothing was reloaded", reason=str(error))
+                self._manager.ready(f"serving clients; the last reload failed: {error}")
+                raise
+            except Exception as error:
+                log.exception("nothing was reloaded")
+                self._manager.ready(f"serving clients; the last reload failed: {error!r}")
+                raise
+            self._manager.ready("serving clients")
+            log.info("reloaded", changed=answer.changed, needs_restart=answer.needs_restart)
+            return answer
+
+    async def reload_when_asked(self, asked: asyncio.Event) -> None:
+        """Each time that ``asked`` is set. Runs until cancelled; what goes wrong is in the log."""
         while True:
             await asked.wait()
             asked.clear()
             try:
-                job = resizing.submit(partial(_resize, reread, store))
-                capacity_bytes = await asyncio.wrap_future(job.future)
-            except (ConfigError, BackendError, OSError) as error:
-                log.error("the capacity stays as it is", reason=str(error))
+                await self.reload()
             except Exception:  # a mistake of ours must not make the daemon deaf to the next signal
-                log.exception("the capacity stays as it is")
-            else:
-                log.info("the capacity is as configured", capacity_bytes=capacity_bytes)
-    finally:
-        resizing.close(timeout_s=0)
+                log.debug("a reload failed; the line before says why")
 
+    async def _reload(self) -> ReloadAnswer:
+        work = Workers("hicached-reload", threads=1, queue_max=1)
+        try:
+            config, commits = await asyncio.wrap_future(work.submit(self._prepare).future)
+        finally:
+            work.close(timeout_s=0)
+        for commit in commits:
+            commit()
+        set_log_level(config.log_level)
+        before, self._config = self._config, config
+        changed = [field.name for field in fields(config) if getattr(config, field.name) != getattr(before, field.name)]
+        taken = {*RELOADED, *(name for part in self._parts for name in part.settings)}
+        return ReloadAnswer(
+            changed=[name for name in changed if name in taken],
+            needs_restart=[name for name in changed if name not in taken],
+        )
 
-def _resize(reread: Callable[[], DaemonConfig], store: Store) -> int:
-    config = reread()
-    store.resize(config.capacity_bytes)
-    return config.capacity_bytes
+    def _prepare(self) -> tuple[DaemonConfig, list[Commit]]:
+        config = self._reread()
+        commits = [part.prepare(config) for part in self._parts]
+        if config.backend != "mooncake":  # it has the capacity of its nodes
+            self._store.resize(config.capacity_bytes)
+        return config, commits

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict
 from functools import partial
@@ -12,38 +12,51 @@ import structlog
 
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.daemon.admin_api import AdminApi
+from hicache.daemon.admin_store import serve_store_verbs
+from hicache.daemon.admin_trace import serve_trace_verb
 from hicache.daemon.authority import Authority
-from hicache.daemon.bulk_socket import BulkSocket
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.control import Control
+from hicache.daemon.drain import Drain
 from hicache.daemon.grpc_server import GrpcServer
 from hicache.daemon.hello import Hellos, Identity
+from hicache.daemon.lifecycle_verbs import serve_lifecycle
+from hicache.daemon.listeners import Listeners, inherited_sockets
 from hicache.daemon.metrics import Metrics
-from hicache.daemon.notify import Ready, notify_systemd, remove_ready_file, write_ready_file
+from hicache.daemon.notify import Ready, remove_ready_file, write_ready_file
 from hicache.daemon.parts import (
     lock_socket,
     make_sessions,
     measure_storage,
+    open_names,
     open_recorder,
     start_bulk,
     start_http,
     start_memory_socket,
+    start_status,
     start_storage,
 )
 from hicache.daemon.peers import PeerTickets
 from hicache.daemon.probes import Probes
 from hicache.daemon.readings import StoreSnapshot
-from hicache.daemon.recovery import OpenedStore, open_store, recover
+from hicache.daemon.recorder import Recorders
+from hicache.daemon.recovery import OpenedStore, RecoveryProgress, open_store, recover
+from hicache.daemon.reload import Reloadable, Reloader
 from hicache.daemon.service import HiCachedService
+from hicache.daemon.service_manager import ServiceManager
 from hicache.daemon.sessions import Sessions
-from hicache.daemon.stopping import Stopping
+from hicache.daemon.status import Parts, StatusReporter
+from hicache.daemon.status_feed import StatusFeed
+from hicache.daemon.stopping import STOP_S_MAX, Stopping
 from hicache.daemon.storage import Storage, Store
-from hicache.daemon.tenant_bounds import store_limits
+from hicache.daemon.tenant_bounds import chunk_bytes_ceiling, store_limits
+from hicache.daemon.tenant_reload import TenantReload
 from hicache.daemon.tenants import Tenants
 from hicache.daemon.tls import ServerTls
 from hicache.daemon.transfers import Transfers
 from hicache.daemon.version import daemon_version
 from hicache.daemon.watch import Watches
+from hicache.daemon.watchdog import Watchdog
 from hicache.errors import ConfigError
 
 log = structlog.get_logger("hicache.daemon")
@@ -57,18 +70,36 @@ class Daemon:
         config: DaemonConfig,
         *,
         environment: Mapping[str, str],
-        opener: Callable[[DaemonConfig, StoreLimits], OpenedStore] = open_store,
+        opener: Callable[[DaemonConfig, StoreLimits], OpenedStore] | None = None,
+        reread: Callable[[], DaemonConfig] | None = None,
     ) -> None:
+        """``environment`` is what a service manager says by it: NOTIFY_SOCKET, WATCHDOG_USEC, LISTEN_FDS.
+
+        ``reread`` reads the settings again for a reload, and raises ConfigError; None: they stay.
+        """
         self._config = config
         self._environment = environment
-        self._opener = opener
+        self._manager = ServiceManager(environment)
+        self._reread = reread or (lambda: config)
+        self._reloader: Reloader | None = None
+        self.drain = Drain(self._manager, on_begin=self._note_draining)
+        self._opener = opener or partial(open_store, on_progress=RecoveryProgress(self._manager))
         self._stages = AsyncExitStack()  # what is undone by stop, last started first
         self._stopping = Stopping()
         self._readiness = "starting"
         self._storage: Storage | None = None
         self._snapshot: StoreSnapshot | None = None
         self.metrics = Metrics(version=daemon_version(), backend=config.backend)
-        self.admin = AdminApi(Authority(), state=lambda: self._readiness)
+        self._authority = Authority()
+        self.admin = AdminApi(self._authority, state=lambda: self._readiness)
+        self._reporter = StatusReporter(
+            version=daemon_version(),
+            backend=config.backend,
+            sessions_max=config.sessions_max,
+            metrics=self.metrics,
+            state=lambda: self._readiness,
+        )
+        self.status_feed = StatusFeed(self._reporter)
 
     async def start(self) -> Ready:
         """Returns once clients are served. Raises ConfigError, StorageInUse or BackendError.
@@ -79,32 +110,50 @@ class Daemon:
         tenants = Tenants.load(config.tenants_file, defaults=config.tenant_defaults)
         limits = store_limits(config, tenants)
         tls, peer_tickets = ServerTls.of(config), PeerTickets()
+        self._authority.learn(config, tenants)
         lock_socket(config, stages)
         if config.ready_file:
             remove_ready_file(config.ready_file)
+        listeners = Listeners(inherited_sockets(self._environment), stages, mode=config.socket_mode_bits)
         probes = Probes(metrics=self._render_metrics, is_alive=self._is_alive, readiness=lambda: self._readiness)
-        http = await start_http(config, probes, self.admin, self.metrics, stages)
+        http = await start_http(config, listeners, probes, self.admin, self.metrics, stages)
+        start_status(self.status_feed, self.admin, stages)
         self._readiness = "recovering"
         opened = await recover(partial(self._opener, config, limits), stages, self._stopping)
         self._storage = storage = start_storage(config, opened, stages, self._stopping)
         self._snapshot = measure_storage(self.metrics, storage, opened, tenants)
+        names = open_names(config, storage, stages)
         sessions = make_sessions(config, storage, tenants, self.metrics)
-        start_memory_socket(config, sessions, self.metrics, stages)
-        transfers = Transfers(storage, self.metrics, chunk_bytes_ceiling=sessions.budgets.session_bytes)
+        start_memory_socket(config, listeners, sessions, self.metrics, stages)
+        transfers = Transfers(storage, self.metrics, chunk_bytes_ceiling=chunk_bytes_ceiling(config))
         bulk, bulk_listen = start_bulk(
-            config, sessions, transfers, self.metrics, stages, tls=tls, peer_tickets=peer_tickets
+            config, listeners, sessions, transfers, self.metrics, stages, tls=tls, peer_tickets=peer_tickets
         )
         identity = Identity(daemon_version(), opened.store_id, bulk_listen.port if bulk_listen else 0)
-        hellos = Hellos(config, identity, tenants, sessions, peer_tickets)
-        listen = await self._start_grpc(hellos, sessions, storage, bulk, tls)
+        recorders = Recorders()
+        open_recorder(config, recorders, stages)
+        hellos = Hellos(config, identity, tenants, sessions, names, peer_tickets)
+        serve_store_verbs(self.admin, config, storage, tenants, sessions, names, stages)
+        serve_trace_verb(self.admin, recorders)
+        service = self._make_service(hellos, sessions, storage, recorders)
+        server = GrpcServer(config, service, sessions, listeners, tls)
+        stages.push_async_callback(server.stop)
+        listen = await server.start()
+        listeners.check_all_used()
+        self.drain.watch(sessions, busy_calls=lambda: service.busy_count + bulk.busy_count)
+        parts: list[Reloadable] = [TenantReload(tenants, sessions, storage.store), self._authority]
+        self._start_reloader(parts if tls is None else [*parts, tls], storage.store)
+        self._reporter.serve_from(Parts(storage, sessions, tenants, hellos.namespaces, transfers.slowest))
         return self._announce(Ready(os.getpid(), config.socket, listen, str(bulk_listen or ""), http))
 
     async def stop(self) -> bool:
-        """Undoes what was started. True when the store was closed and no storage thread is left behind."""
+        """Drains and undoes what was started. True when the store was closed and no storage thread is left behind."""
+        self.drain.begin(within_s=self.drain_s)
+        await self.drain.wait()
         self._readiness = "stopping"
         self._stopping.begin()
         self.metrics.ready.set(0)
-        notify_systemd("STOPPING=1", self._environment)
+        self._manager.stopping("stopping", within_s=STOP_S_MAX)
         await self._stages.aclose()
         return self._stopping.is_clean
 
@@ -114,12 +163,30 @@ class Daemon:
         assert self._storage is not None, "the daemon has not been started"
         return self._storage.store
 
-    async def _start_grpc(
-        self, hellos: Hellos, sessions: Sessions, storage: Storage, bulk: BulkSocket, tls: ServerTls | None
-    ) -> str:
-        """The TCP address with its real port; empty without one."""
+    @property
+    def reloader(self) -> Reloader:
+        """Of a started daemon."""
+        assert self._reloader is not None, "the daemon has not been started"
+        return self._reloader
+
+    @property
+    def drain_s(self) -> float:
+        """How long a stop waits for what is held, as last set."""
+        return (self._config if self._reloader is None else self._reloader.config).drain_s
+
+    def _note_draining(self) -> None:
+        self._readiness = "draining"
+        self.metrics.ready.set(0)
+
+    def _start_reloader(self, parts: Sequence[Reloadable], store: Store) -> None:
+        self._reloader = Reloader(self._config, self._reread, parts, store=store, manager=self._manager)
+        serve_lifecycle(self.admin, self.drain, self._reloader, drain_s=lambda: self.drain_s)
+
+    def _make_service(
+        self, hellos: Hellos, sessions: Sessions, storage: Storage, recorders: Recorders
+    ) -> HiCachedService:
         config = self._config
-        service = HiCachedService(
+        return HiCachedService(
             config,
             hellos=hellos,
             sessions=sessions,
@@ -128,11 +195,8 @@ class Daemon:
             ),
             watches=Watches(storage, step_timeout_s=config.call_timeout_s_max),
             metrics=self.metrics,
-            recorder=open_recorder(config, self._stages),
+            recorders=recorders,
         )
-        server = GrpcServer(config, service, sessions, bulk, tls)
-        self._stages.push_async_callback(server.stop)
-        return await server.start()
 
     def _announce(self, ready: Ready) -> Ready:
         if self._config.ready_file:
@@ -144,7 +208,10 @@ class Daemon:
             self._stages.callback(remove_ready_file, self._config.ready_file)
         self._readiness = "ready"
         self.metrics.ready.set(1)
-        notify_systemd("READY=1", self._environment)
+        watchdog = Watchdog(self._manager, self._is_alive)
+        watchdog.start()
+        self._stages.push_async_callback(watchdog.stop)
+        self._manager.ready("serving clients")
         log.info("ready", **asdict(ready))
         return ready
 

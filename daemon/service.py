@@ -15,7 +15,7 @@ from hicache.daemon.control import Control, Space
 from hicache.daemon.first_messages import FirstMessages
 from hicache.daemon.hello import Hellos
 from hicache.daemon.metrics import Metrics
-from hicache.daemon.recorder import TraceRecorder
+from hicache.daemon.recorder import Recorders
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session as OpenSession
 from hicache.daemon.sessions import Sessions
@@ -24,6 +24,7 @@ from hicache.daemon.watch import Watches
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.protocol import RefusalCode
 
+SERVED_TO_THE_END = ("Lease", "Stats", "Delete")  # while the daemon drains; and what is leased, on the bulk socket
 UNRATED_METHODS = ("Lease", "Stats")  # a tenant above its rate can still say that it lives, and let go
 
 
@@ -39,7 +40,7 @@ class HiCachedService:
         control: Control,
         watches: Watches,
         metrics: Metrics,
-        recorder: TraceRecorder | None = None,
+        recorders: Recorders,
     ) -> None:
         self._config = config
         self._hellos = hellos
@@ -47,30 +48,30 @@ class HiCachedService:
         self._control = control
         self._watches = watches
         self._metrics = metrics
-        self._recorder = recorder
+        self._recorders = recorders
         self._calls = Calls(metrics, call_timeout_s_max=config.call_timeout_s_max)
         self._turns = Turns()
         self._first_hellos = FirstMessages()
 
-    async def wait_idle(self) -> None:
-        """Returns when no call runs; those that last as long as a session do not count."""
-        await self._calls.wait_idle()
+    @property
+    def busy_count(self) -> int:
+        """Calls that run; those that last as long as a session do not count."""
+        return self._calls.active_count
 
     async def Session(self, _: object, context: CallContext) -> None:
         """Hello, Welcome, and then silence until either side ends the session."""
         async with self._calls.frame("Session", context):
             hello = await self._read_hello(context)
             names = [name.decode(errors="replace") for name in context.auth_context().get("peer_uri", ())]
-            with self._hellos.welcomed(hello, peer=context.peer(), certified_names=names) as (_, welcome):
+            with self._hellos.welcomed(hello, peer=context.peer(), certified_names=names) as (session, welcome):
                 await context.write(pb.SessionEvent(welcome=welcome))
-                await self._until_end(context)
+                await self._until_end(context, session)
 
     async def Lookup(self, request: pb.LookupRequest, context: CallContext) -> pb.LookupReply:
         """OK or ABSENT for each key, with a lease on those that are OK if the client wants one."""
         async with self._session_call("Lookup", request.session_secret, context) as (session, deadline):
             keys = self._keys(request, session)
-            if self._recorder is not None:
-                self._recorder.lookup(session.tenant.name, keys)
+            self._recorders.lookup(session.tenant.name, keys)
             async with self._turns.one_of(session, len(keys), deadline=deadline):
                 outcomes, lease_id = await self._control.lookup(
                     session, keys, lease_ms=request.lease_ms, deadline=deadline
@@ -133,6 +134,8 @@ class HiCachedService:
     ) -> AsyncIterator[tuple[OpenSession, float]]:
         async with self._calls.frame(method, context) as deadline:
             session = self._sessions.find(secret)
+            if method not in SERVED_TO_THE_END:
+                self._sessions.check_takes_work()
             with session.call(is_rated=method not in UNRATED_METHODS):
                 yield session, deadline
 
@@ -143,16 +146,21 @@ class HiCachedService:
             raise Refusal(RefusalCode.MALFORMED, "the first message of a session must be a hello")
         return message.hello
 
-    async def _until_end(self, context: CallContext) -> None:
-        """Returns when the client half-closes. Raises Refusal when it says anything else, or when the daemon stops."""
+    async def _until_end(self, context: CallContext, session: OpenSession) -> None:
+        """Returns when the client half-closes.
+
+        Raises Refusal when it says anything else, when it may not stay, or when the daemon stops.
+        """
         reading = asyncio.ensure_future(context.read())
-        closing = asyncio.ensure_future(self._sessions.closing.wait())
+        ends = [asyncio.ensure_future(event.wait()) for event in (self._sessions.closing, session.revoking)]
         try:
-            await asyncio.wait((reading, closing), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((reading, *ends), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            reading.cancel()
-            closing.cancel()
+            for waiting in (reading, *ends):
+                waiting.cancel()
         self._sessions.check_open()
+        if session.revoked is not None:
+            raise session.revoked
         if reading.done() and reading.result() is not grpc.aio.EOF:
             raise Refusal(RefusalCode.MALFORMED, "a session has one hello")
 

@@ -6,7 +6,7 @@ import asyncio
 import itertools
 import secrets
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from typing import Protocol
@@ -61,6 +61,9 @@ class Session:
         self.rates = rates or TenantRates()
         self.namespace_tag = UNKNOWN_TAG
         self.ended = False
+        self.authenticate: Callable[[], Tenant] = lambda: tenant  # once more, with what the client came with
+        self.revoked: Refusal | None = None
+        self.revoking = asyncio.Event()
         self.wakes_at_end: set[asyncio.Event] = set()  # of those who wait for something else, or for the end
         self._regions: dict[int, Region] = {}
         self._lease_ends_s: dict[int, float] = {}
@@ -164,6 +167,15 @@ class Session:
         """Forgets a lease."""
         self._lease_ends_s.pop(lease_id, None)
 
+    def lease_count(self, now_s: float) -> int:
+        """Leases that have not run out."""
+        return sum(1 for end_s in self._lease_ends_s.values() if end_s > now_s)
+
+    def revoke(self, refusal: Refusal) -> None:
+        """Has the session end soon, with a word to its client."""
+        self.revoked = refusal
+        self.revoking.set()
+
     def end(self) -> list[int]:
         """Detaches all regions, ends all connections; returns the leases, which the caller releases. Idempotent."""
         self.ended = True
@@ -186,7 +198,7 @@ class Sessions:
         sessions_max: int,
         tenant_sessions_max: int,
         budgets: InflightBudgets,
-        rates: Mapping[Tenant, TenantRates],
+        rates: dict[Tenant, TenantRates],
         region_budget: RegionBudget,
         release_leases: Callable[[Sequence[int]], None],
         clock: Callable[[], float] = time.monotonic,
@@ -205,12 +217,26 @@ class Sessions:
         # What is mapped, that of ended sessions too while a transfer still touches it, and how it is counted.
         self.mapped: dict[Region, RegionCharge] = {}
         self._admitting = True
+        self._draining = False
 
     def __len__(self) -> int:
         return len(self._by_secret)
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._by_secret.values()))
+
+    def drain(self) -> None:
+        """From now on hellos are refused, and calls that begin something new; what is leased can be had."""
+        self._draining = True
+
+    def check_takes_work(self) -> None:
+        """Raises Refusal(DRAINING) once nothing new is begun. Thread-safe."""
+        if self._draining:
+            raise Refusal(RefusalCode.DRAINING, "hicached is about to stop, and takes no more work")
+
+    def set_tenant_sessions_max(self, tenant_sessions_max: int) -> None:
+        """Another bound for those who come; nobody has to go."""
+        self._tenant_sessions_max = tenant_sessions_max
 
     def stop_admitting(self) -> None:
         """From now on hellos and calls are refused; what runs goes on until ``close``."""
@@ -227,8 +253,9 @@ class Sessions:
             raise Refusal(RefusalCode.SHUTTING_DOWN, "hicached is stopping")
 
     def open(self, tenant: Tenant, client_name: str) -> tuple[Session, bytes]:
-        """A new session and its secret. Raises Refusal(TOO_MANY_SESSIONS or SHUTTING_DOWN)."""
+        """A new session and its secret. Raises Refusal(TOO_MANY_SESSIONS, DRAINING or SHUTTING_DOWN)."""
         self.check_open()
+        self.check_takes_work()
         if len(self._by_secret) >= self._sessions_max:
             raise Refusal(RefusalCode.TOO_MANY_SESSIONS, f"sessions_max is {self._sessions_max}")
         if sum(1 for session in self if session.tenant == tenant) >= self._tenant_sessions_max:

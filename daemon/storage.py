@@ -10,6 +10,7 @@ from typing import Protocol, TypeVar
 from hicache.backends.base import GetItem, PutItem, Usage, WalkedObject
 from hicache.backends.events import Subscription
 from hicache.backends.store_stats import StoreStats, TenantStats
+from hicache.backends.tenant_limits import StoreLimits
 from hicache.backends.tenant_usage import TenantUsage
 from hicache.outcome import Outcome
 from hicache.workers import Job, Workers
@@ -24,6 +25,11 @@ PROBE_TIMEOUT_S = 0.5
 
 class Store(Protocol):
     """What the daemon calls of an object store (hicache.backends.store.ObjectStore). Thread-safe and blocking."""
+
+    @property
+    def store_id(self) -> bytes:
+        """Another one after the content was lost."""
+        ...
 
     is_indexed: bool  # whether it knows what it has: only then are there pins, watches, and limits of tenants
 
@@ -85,6 +91,14 @@ class Store(Protocol):
 
     def resize(self, capacity_bytes: int) -> None:
         """Another capacity; raises ConfigError or BackendError and keeps the old one where it cannot be."""
+        ...
+
+    def stored_bytes(self, size_bytes: int) -> int:
+        """What an object of so many bytes takes of the capacity."""
+        ...
+
+    def set_limits(self, limits: StoreLimits) -> None:
+        """Other limits of tenants."""
         ...
 
     def usage(self) -> Usage:

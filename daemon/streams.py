@@ -106,7 +106,7 @@ class StreamSender:
             for extent, buffer in zip(loading.chunk, loading.buffers, strict=True)
         ]
         try:
-            loading.job = self._transfers.submit(lambda: self._transfers.store.get_into(items), len(items))
+            loading.job = self._transfers.submit(lambda: self._transfers.read(items), len(items))
         except QueueFull:
             loading.failure = Outcome.REFUSED
         return loading
@@ -285,7 +285,7 @@ class StreamReceiver:
                 self._free(upload)
 
         try:
-            job = self._transfers.submit(lambda: self._transfers.store.put(items), len(items))
+            job = self._transfers.submit(lambda: self._transfers.write(items), len(items))
         except QueueFull:
             free()
             _settle(batch, [Outcome.REFUSED] * len(batch), outcomes)

@@ -26,6 +26,12 @@ def inflight_budgets(config: DaemonConfig, tenants: Tenants) -> InflightBudgets:
     )
 
 
+def chunk_bytes_ceiling(config: DaemonConfig) -> int:
+    """What one chunk may have: so much fits into the budget of a tenant, and of a session, whoever is added later."""
+    tenant_bytes = max(config.inflight_bytes_max // 2, config.object_bytes_max)
+    return min(config.session_inflight_bytes_max, tenant_bytes)
+
+
 def store_limits(config: DaemonConfig, tenants: Tenants) -> StoreLimits:
     """What each tenant may have of the store. Raises ConfigError for limits that the backend cannot see to."""
     for tenant, settings in tenants.settings.items():
@@ -41,10 +47,23 @@ def store_limits(config: DaemonConfig, tenants: Tenants) -> StoreLimits:
     )
 
 
+def tenant_sessions_max(config: DaemonConfig, tenants: Tenants) -> int:
+    """Sessions of one tenant."""
+    return config.tenant_sessions_max or share_of(config.sessions_max, tenants)
+
+
 def region_budget(config: DaemonConfig, tenants: Tenants) -> RegionBudget:
     """Memory of clients that may be mapped: of all, and of a tenant."""
-    regions_bytes_max = config.regions_bytes_max or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return RegionBudget(
-        regions_bytes_max=regions_bytes_max,
-        tenant_regions_bytes_max=config.tenant_regions_bytes_max or share_of(regions_bytes_max, tenants),
+        regions_bytes_max=_regions_bytes_max(config),
+        tenant_regions_bytes_max=tenant_regions_bytes_max(config, tenants),
     )
+
+
+def tenant_regions_bytes_max(config: DaemonConfig, tenants: Tenants) -> int:
+    """Memory of one tenant's clients that may be mapped."""
+    return config.tenant_regions_bytes_max or share_of(_regions_bytes_max(config), tenants)
+
+
+def _regions_bytes_max(config: DaemonConfig) -> int:
+    return config.regions_bytes_max or os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

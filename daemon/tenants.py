@@ -99,7 +99,7 @@ class Credentials:
 
 
 class Tenants:
-    """All tenants of one daemon, and by what they are known."""
+    """All tenants of one daemon, as its file has them, and by what they are known. Event loop only."""
 
     def __init__(self, credentials: Credentials | None, settings: Mapping[Tenant, TenantSettings]) -> None:
         """``credentials`` are None for a daemon that asks for none. ``settings`` has every tenant."""
@@ -108,18 +108,16 @@ class Tenants:
         self.count = len(settings)
 
     @classmethod
-    def load(cls, file: str, *, defaults: TenantSettings | None = None) -> Tenants:
-        """Tenants from ``file``; the one default tenant for an empty path. Raises ConfigError."""
+    def load(cls, file: str, *, defaults: TenantSettings | None = None, setting: str = "tenants_file") -> Tenants:
+        """Tenants from the ``file`` of a setting; the one default tenant for an empty path. Raises ConfigError."""
         defaults = defaults or TenantSettings()
         if not file:
             return cls(None, {Tenant.named(DEFAULT_TENANT): defaults})
-        return cls(*_read_tenants(file, defaults))
+        return cls(*_read_tenants(file, defaults, setting))
 
-    def become(self, loaded: Tenants) -> None:
-        """Takes over all that another one says. What it says of nobody is over for new sessions."""
-        self._credentials = loaded._credentials
-        self.settings = loaded.settings
-        self.count = loaded.count
+    def become(self, other: Tenants) -> None:
+        """Has what ``other`` has from now on. Sessions stay: see TenantReload."""
+        self._credentials, self.settings, self.count = other._credentials, other.settings, other.count
 
     @property
     def named(self) -> list[Tenant]:
@@ -178,7 +176,9 @@ class Tenants:
         raise Refusal(RefusalCode.BAD_TOKEN, f"{why} belongs to uid {peer.uid} and its groups, and no token came")
 
 
-def _read_tenants(file: str, defaults: TenantSettings) -> tuple[Credentials, dict[Tenant, TenantSettings]]:
+def _read_tenants(
+    file: str, defaults: TenantSettings, setting: str
+) -> tuple[Credentials, dict[Tenant, TenantSettings]]:
     """Lines of a tenant, one of ``token``, ``sha256:HEX``, ``uid:NUMBER`` and ``gid:NUMBER``, and then
     ``setting=value`` as often as needed.
 
@@ -189,9 +189,9 @@ def _read_tenants(file: str, defaults: TenantSettings) -> tuple[Credentials, dic
         with open(file, encoding="utf-8") as source:
             lines = source.read(TENANTS_FILE_CHARS_MAX + 1).splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError("tenants_file", file, f"a readable text file ({error})") from error
+        raise ConfigError(setting, file, f"a readable text file ({error})") from error
     if sum(len(line) for line in lines) > TENANTS_FILE_CHARS_MAX - len(lines):
-        raise ConfigError("tenants_file", file, f"a file of at most {TENANTS_FILE_CHARS_MAX} characters")
+        raise ConfigError(setting, file, f"a file of at most {TENANTS_FILE_CHARS_MAX} characters")
     tokens: dict[bytes, Token] = {}
     owners: dict[str, dict[int, Tenant]] = {"uid": {}, "gid": {}}
     given: dict[Tenant, dict[str, object]] = {}
@@ -200,7 +200,7 @@ def _read_tenants(file: str, defaults: TenantSettings) -> tuple[Credentials, dic
         if not line.strip() or line.lstrip().startswith("#"):
             continue
         line_count += 1
-        where = f"tenants_file {file} line {line_number}"
+        where = f"{setting} {file} line {line_number}"
         tenant, credential, words = _parse_line(where, line)
         if (owner := _OWNER.fullmatch(credential)) is not None:
             if owners[owner[1]].setdefault(int(owner[2]), tenant) != tenant:
@@ -212,7 +212,7 @@ def _read_tenants(file: str, defaults: TenantSettings) -> tuple[Credentials, dic
             tokens[token.digest] = token
         _parse_settings(where, tenant, words, given.setdefault(tenant, {}))
     if not 1 <= line_count <= TENANTS_MAX:
-        raise ConfigError("tenants_file", file, f"1 to {TENANTS_MAX} lines of `tenant token`, not {line_count}")
+        raise ConfigError(setting, file, f"1 to {TENANTS_MAX} lines of `tenant token`, not {line_count}")
     credentials = Credentials(tuple(tokens.values()), owners["uid"], owners["gid"])
     # Any: each parser returns the type of its own field
     return credentials, {tenant: replace(defaults, **values) for tenant, values in given.items()}  # type: ignore[arg-type]

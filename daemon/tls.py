@@ -6,13 +6,15 @@ import logging
 import os
 import ssl
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
 import grpc
 
 from hicache.daemon.config import DaemonConfig
+from hicache.daemon.reload import Commit
 from hicache.errors import ConfigError
 from hicache.notices import Notices
 
@@ -34,6 +36,8 @@ class ServerTls:
 
     Files that do not fit together, as in the middle of a rotation, are passed over until they do.
     """
+
+    settings: Sequence[str] = ("tls_certificate", "tls_key", "tls_client_ca")
 
     def __init__(self, certificate: str, key: str, client_ca: str) -> None:
         """Without ``client_ca`` clients need no certificate. Raises ConfigError for files that cannot be used."""
@@ -61,10 +65,17 @@ class ServerTls:
         """For one new connection."""
         return self._current().context
 
-    def reload(self) -> None:
-        """Loads what the files have. Raises ConfigError, and then all stays as it is."""
+    def prepare(self, config: DaemonConfig) -> Commit:
+        """See ``Reloadable.prepare``. Whether there is TLS, and whom it lets in, is decided at the start."""
+        renewed = ServerTls.of(config)
+        if renewed is None or renewed.wants_certificates != self.wants_certificates:
+            expected = "TLS with tls_clients as at the start; restart hicached to change that"
+            raise ConfigError("tls_certificate", config.tls_certificate, expected)
+        return partial(self._become, renewed)
+
+    def _become(self, other: ServerTls) -> None:
         with self._lock:
-            self._loaded = self._load()
+            self._files, self._loaded, self._refused = other._files, other._loaded, None
 
     def grpc_credentials(self) -> grpc.ServerCredentials:
         """For the port of gRPC, which asks again at every handshake."""

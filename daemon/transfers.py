@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+from hicache.backends.base import GetItem, PutItem
 from hicache.daemon.metrics import Metrics
+from hicache.daemon.slowest import Slowest
 from hicache.daemon.storage import Storage
 from hicache.notices import Notices
 from hicache.outcome import Outcome
@@ -44,11 +47,28 @@ class Transfers:
         self._storage = storage
         self._metrics = metrics
         self._notices = Notices(logging.getLogger(__name__))
+        self.slowest = Slowest()
         self.chunk_bytes_max = min(CHUNK_BYTES_MAX, chunk_bytes_ceiling)
 
     def chunks(self, extents: Sequence[Extent]) -> deque[list[Extent]]:
         """The extents in chunks, each of them for one call of the store."""
         return split_chunks(extents, bytes_max=self.chunk_bytes_max)
+
+    def read(self, items: Sequence[GetItem]) -> list[Outcome]:
+        """Reads a chunk from the store; blocking, for a storage thread."""
+        started_s = time.perf_counter()
+        outcomes = self.store.get_into(items)
+        seconds = time.perf_counter() - started_s
+        self.slowest.note("get", seconds, lambda: [(len(item.target), item.key) for item in items])
+        return outcomes
+
+    def write(self, items: Sequence[PutItem]) -> list[Outcome]:
+        """Writes a chunk to the store; blocking, for a storage thread."""
+        started_s = time.perf_counter()
+        outcomes = self.store.put(items)
+        seconds = time.perf_counter() - started_s
+        self.slowest.note("put", seconds, lambda: [(len(item.payload), item.key) for item in items])
+        return outcomes
 
     def submit(self, work: Work, item_count: int) -> Job[list[Outcome]]:
         """Queues ``work`` for a thread that moves bytes. It never raises: a failure is IO_ERROR for all items.

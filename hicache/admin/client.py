@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
 import socket
@@ -118,13 +119,14 @@ class Admin:
         query = {name: value for name, value in names.items() if name not in verb.path_names}
         if query:
             path += "?" + urlencode(query)
-        if body is None:
-            connection.request(verb.method, path, headers=headers)
-        elif isinstance(body, Iterable) and not isinstance(body, dict):
-            connection.request(verb.method, path, body=body, headers=headers, encode_chunked=True)
-        else:
-            headers["Content-Type"] = "application/json"
-            connection.request(verb.method, path, body=msgspec.json.encode(body), headers=headers)
+        with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # a refusal may come before all is sent
+            if body is None:
+                connection.request(verb.method, path, headers=headers)
+            elif isinstance(body, Iterable) and not isinstance(body, dict):
+                connection.request(verb.method, path, body=body, headers=headers, encode_chunked=True)
+            else:
+                headers["Content-Type"] = "application/json"
+                connection.request(verb.method, path, body=msgspec.json.encode(body), headers=headers)
         return connection.getresponse()
 
     def _parts(

@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from types import NoneType
 from typing import Any, Generic, TypeVar
 
+from hicache.admin.lifecycle import DrainAnswer, DrainRequest, ReloadAnswer
+from hicache.admin.status import History, Status
+from hicache.admin.store_messages import ImportAnswer, Namespaces, TraceRequest, VerifyRequest
+
 Body = TypeVar("Body")
 Answer = TypeVar("Answer")
 
@@ -42,12 +46,29 @@ class Verb(Generic[Body, Answer]):
         return re.findall(r"{(\w+)}", self.path)
 
 
-STATUS = Verb("status", "GET", "/v1/status", NoneType, dict, is_public=True)
-HISTORY = Verb("history", "GET", "/v1/history", NoneType, dict, is_public=True)
+STATUS = Verb("status", "GET", "/v1/status", NoneType, Status, is_public=True)
+HISTORY = Verb("history", "GET", "/v1/history", NoneType, History, is_public=True)
 EVENTS = Verb("events", "GET", "/v1/events", NoneType, Stream, is_public=True)
+DRAIN = Verb("drain", "POST", "/v1/drain", DrainRequest, DrainAnswer)
+RELOAD = Verb("reload", "POST", "/v1/reload", NoneType, ReloadAnswer)
+
+NAMESPACES = Verb("namespaces", "GET", "/v1/namespaces", NoneType, Namespaces)
+NAMESPACE_DROP = Verb("namespace_drop", "DELETE", "/v1/namespaces/{namespace}", NoneType, Stream)
+EXPORT = Verb("export", "GET", "/v1/namespaces/{namespace}/export", NoneType, Stream)
+IMPORT = Verb("import", "POST", "/v1/import", Stream, ImportAnswer)
+VERIFY = Verb("verify", "POST", "/v1/verify", VerifyRequest, Stream)
+TRACE = Verb("trace", "POST", "/v1/trace", TraceRequest, Stream)
 
 VERBS: tuple[Verb[Any, Any], ...] = (  # Any: each row has types of its own
     STATUS,
     HISTORY,
     EVENTS,
+    DRAIN,
+    RELOAD,
+    NAMESPACES,
+    NAMESPACE_DROP,
+    EXPORT,
+    IMPORT,
+    VERIFY,
+    TRACE,
 )

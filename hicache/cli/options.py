@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import click
 
+from hicache.admin.client import DEFAULT_ADDRESS
 from hicache.errors import ConfigError
 
 EXIT_DONE = 0
@@ -16,8 +17,8 @@ EXIT_BAD = 1  # what was asked about is bad, or what was asked for failed
 EXIT_USAGE = 2  # wrong usage, or a wrong setting
 EXIT_UNREACHABLE = 3  # no hicached answers
 
-DEFAULT_SOCKET = "/run/hicached/hicached.sock"
-DEFAULT_ADMIN = DEFAULT_SOCKET + ".admin"
+
+DEFAULT_ADMIN = DEFAULT_ADDRESS
 TOKEN_FILE_BYTES_MAX = 4096
 
 Command = TypeVar("Command", bound=Callable[..., Any])  # Any: what click decorates

@@ -82,6 +82,7 @@ _ABOUT_THE_SESSION = frozenset(
         RefusalCode.UNKNOWN_REGION,
         RefusalCode.TOO_MANY_SESSIONS,
         RefusalCode.TOO_MANY_CALLS,
+        RefusalCode.DRAINING,
         RefusalCode.SHUTTING_DOWN,
     }
 )

@@ -137,6 +137,14 @@ class DaemonThread:
         """The current value of a metric; 0 where it has not moved yet."""
         return self.daemon.metrics.registry.get_sample_value(name, labels) or 0.0
 
+    def call(self, step: Callable[[], None]) -> None:
+        """Has the event loop of the daemon take a step."""
+
+        async def take() -> None:
+            step()
+
+        self._run(take())
+
     def stop(self) -> None:
         if self.stopped_clean is None:
             self.stopped_clean = self._run(self.daemon.stop())

@@ -18,7 +18,7 @@ from tests.daemon.raw_links import Memory, object_key
 from tests.daemon.rig import http_get, wait_until
 
 StartThread = Callable[..., ThreadedDaemon]
-ROUTES = ("/metrics", "/healthz", "/readyz")
+ROUTES = ("/", "/metrics", "/healthz", "/readyz", "/v1/status", "/v1/history", "/v1/events")
 
 
 def test_a_serving_daemon_is_alive_and_ready(daemon: ThreadedDaemon) -> None:
@@ -42,7 +42,7 @@ def test_br_118_no_route_can_change_anything(daemon: ThreadedDaemon, method: str
         assert http_get(daemon.ready.http, route, method=method)[0] == 405
 
 
-@pytest.mark.parametrize("path", ["/", "/v1/flush", "/debug", "/metrics/../metrics/x", "/run", "/%2e%2e/etc/passwd"])
+@pytest.mark.parametrize("path", ["/v1", "/v1/flush", "/debug", "/metrics/../metrics/x", "/run", "/%2e%2e/etc/passwd"])
 def test_br_118_there_are_no_other_routes(daemon: ThreadedDaemon, path: str) -> None:
     assert http_get(daemon.ready.http, path)[0] == 404
 
@@ -75,7 +75,7 @@ def test_http_can_be_off_or_on_a_unix_socket(start_thread: StartThread, folder: 
 def test_a_daemon_whose_storage_does_not_answer_is_not_healthy_but_says_so_at_once(
     start_thread: StartThread, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("hicache.daemon.server.STUCK_S", 0.05)
+    monkeypatch.setattr("hicache.daemon.parts.STUCK_S", 0.05)
     daemon = start_thread(io_threads=2)
     with Client(daemon.target) as client, Memory(4096) as memory:
         region = client.attach(memory).region_id

@@ -42,7 +42,7 @@ def test_a_daemon_writes_its_own_trace_which_a_replay_reads(
 def test_two_recordings_name_the_same_key_differently(tmp_path: Path) -> None:
     names = []
     for number in range(2):
-        recorder = TraceRecorder(str(tmp_path / f"{number}"), bytes_max=10_000, block_tokens=16)
+        recorder = TraceRecorder.open(str(tmp_path / f"{number}"), bytes_max=10_000, block_tokens=16)
         recorder.lookup("a", [b"key"])
         recorder.lookup("b", [b"key"])
         recorder.close()
@@ -54,7 +54,7 @@ def test_two_recordings_name_the_same_key_differently(tmp_path: Path) -> None:
 
 
 def test_a_trace_that_is_full_ends_and_is_whole(tmp_path: Path) -> None:
-    recorder = TraceRecorder(str(tmp_path / "trace"), bytes_max=1000, block_tokens=16)
+    recorder = TraceRecorder.open(str(tmp_path / "trace"), bytes_max=1000, block_tokens=16)
     for number in range(100):
         recorder.lookup("a", [b"%d" % number])
     recorder.close()
@@ -86,4 +86,4 @@ def test_a_medium_that_does_not_answer_makes_nobody_wait(tmp_path: Path) -> None
 
 def test_a_file_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="trace_file"):
-        TraceRecorder(str(tmp_path / "none" / "trace"), bytes_max=1000, block_tokens=16)
+        TraceRecorder.open(str(tmp_path / "none" / "trace"), bytes_max=1000, block_tokens=16)

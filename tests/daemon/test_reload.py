@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from hicache.daemon.config import DaemonConfig
-from hicache.daemon.reload import resize_when_asked
+from hicache.daemon.reload import Reloader
+from hicache.daemon.service_manager import ServiceManager
 from hicache.outcome import Outcome
 from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
@@ -31,9 +32,7 @@ def test_a_changed_capacity_is_taken_at_sighup_and_a_wrong_one_is_not(start: Sta
 
     def resize(text: str, expected_mib: int) -> None:
         settings.write_text(f'capacity_bytes = "{text}"\nobject_bytes_max = "2MiB"\n')
-        lines = daemon.log.count("the capacity")
-        daemon.process.send_signal(signal.SIGHUP)
-        wait_until(lambda: daemon.log.count("the capacity") > lines, what="SIGHUP is answered in the log")
+        hang_up(daemon)
         assert client.stats().capacity_bytes == expected_mib * MIB
 
     with Client(daemon.target) as client:
@@ -55,10 +54,17 @@ def test_a_changed_capacity_is_taken_at_sighup_and_a_wrong_one_is_not(start: Sta
     assert daemon.process.poll() is None
 
 
+def hang_up(daemon: DaemonProcess) -> None:
+    """SIGHUP, and wait until the log says what came of it."""
+    lines = daemon.log.count("reloaded")
+    daemon.process.send_signal(signal.SIGHUP)
+    wait_until(lambda: daemon.log.count("reloaded") > lines, what="SIGHUP is answered in the log")
+
+
 def test_a_signal_that_finds_no_thread_or_ends_in_a_mistake_leaves_the_next_one_heard(
     daemon: ThreadedDaemon, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    missing = ["hicached-resize-0"]
+    missing = ["hicached-reload-0"]
     start = threading.Thread.start
 
     def start_unless_missing(thread: threading.Thread) -> None:
@@ -79,12 +85,13 @@ def test_a_signal_that_finds_no_thread_or_ends_in_a_mistake_leaves_the_next_one_
 
     async def signal_until_it_is_done() -> None:
         asked = asyncio.Event()
-        resizing = asyncio.create_task(resize_when_asked(asked, reread=reread, store=daemon.store))
+        reloader = Reloader(daemon.config, reread, [], store=daemon.store, manager=ServiceManager({}))
+        reloading = asyncio.create_task(reloader.reload_when_asked(asked))
         while daemon.store.usage().capacity_bytes != 96 * MIB:
             asked.set()
-            await asyncio.wait({resizing}, timeout=0.01)
-            assert not resizing.done()
-        resizing.cancel()
-        await asyncio.gather(resizing, return_exceptions=True)
+            await asyncio.wait({reloading}, timeout=0.01)
+            assert not reloading.done()
+        reloading.cancel()
+        await asyncio.gather(reloading, return_exceptions=True)
 
     asyncio.run(signal_until_it_is_done())

@@ -9,11 +9,11 @@ from typing import Any
 
 import pytest
 
+from bench.certificates import Authority
 from hicache.client import DaemonL3
 from tests.client.memory import SmallMemory
 from tests.client.support import QUICK, SPEC
 from tests.daemon.conftest import ThreadedDaemon, folder, start, start_thread, two_tenants
-from bench.certificates import Authority
 
 __all__ = ["folder", "start", "start_thread", "two_tenants"]  # fixtures
 

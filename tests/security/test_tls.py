@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from bench.certificates import Authority
 from hicache.client import DaemonL3
 from hicache.client.address import parse_address
 from hicache.client.tls import TlsFiles
@@ -26,7 +27,6 @@ from hicache.wire.bulk import BULK_HELLO, BULK_MAGIC, BULK_REFUSED
 from tests.client.support import get, key, open_descriptors, payload, put, wait_until
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.rig import ALICE, BOB, DaemonProcess, settings_in
-from bench.certificates import Authority
 from tests.security.conftest import TlsRig
 
 SIZE = 300_000  # many records of TLS, and a part of one
@@ -240,18 +240,23 @@ class TestRotation:
         rig.ca.file.write_bytes(rig.ca.file.read_bytes() + other.file.read_bytes())
         assert new_l3(stranger, token=ALICE).probe(timeout_s=10).is_ok
 
-    def test_files_that_do_not_fit_are_passed_over_until_they_do(self, rig: TlsRig) -> None:
+    def test_files_that_do_not_fit_are_passed_over_until_they_do(self, rig: TlsRig, folder: Path) -> None:
         tls = ServerTls(str(rig.server), str(rig.server), str(rig.ca.file))
         before = tls.context()
         whole = rig.server.read_bytes()
         rig.server.write_bytes(whole[: len(whole) // 2])
         assert tls.context() is before
+        settings = settings_in(folder, tenants_file="/t", **rig.settings())
         with pytest.raises(ConfigError, match="tls_certificate"):
-            tls.reload()
+            tls.prepare(load_config(None, settings))
         rig.server.unlink()
         assert tls.context() is before
         rig.ca.issue("server")
-        assert tls.context() is not before
+        assert (renewed := tls.context()) is not before
+        tls.prepare(load_config(None, settings))()
+        assert tls.context() is not renewed
+        with pytest.raises(ConfigError, match="as at the start"):
+            tls.prepare(load_config(None, settings | {"tls_client_ca": "", "tls_clients": "token"}))
 
 
 class TestSettings:

@@ -1,0 +1,117 @@
+"""Long work on the store for the admin API, a step at a time in threads of its own, behind those who serve."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import TypeVar
+
+import msgspec
+from aiohttp import web
+
+from hicache.daemon.admin_api import AdminError
+from hicache.errors import HiCacheError
+from hicache.workers import Workers
+
+STREAMS_MAX = 4  # at a time
+NICENESS = 10  # of their threads
+LINE_INTERVAL_S = 0.5
+
+T = TypeVar("T")
+
+
+class Background:
+    """Runs the steps of iterators that block. Event loop only."""
+
+    def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._running = 0
+        self._closing = asyncio.Event()
+
+    def close(self) -> None:
+        """What runs ends after its step, and nothing begins."""
+        self._closing.set()
+
+    @contextlib.asynccontextmanager
+    async def steps(self, name: str, iterator: Iterator[T]) -> AsyncIterator[AsyncIterator[T]]:
+        """What ``iterator`` yields, each step made in a thread; it is closed at the end of the block.
+
+        Raises AdminError where too many run already, and at a step when the daemon stops.
+        """
+        if self._running >= STREAMS_MAX or self._closing.is_set():
+            raise AdminError(503, f"{name}: {self._running} of {STREAMS_MAX} long jobs run already; try again later")
+        self._running += 1
+        workers = Workers("hicached-admin", threads=1, queue_max=2)
+        try:
+            yield self._each(name, workers, iterator)
+        finally:
+            self._running -= 1
+            if (end := getattr(iterator, "close", None)) is not None:
+                workers.submit(end)  # behind a step that still runs
+            workers.close(timeout_s=0)
+
+    async def _each(self, name: str, workers: Workers, iterator: Iterator[T]) -> AsyncIterator[T]:
+        workers.submit(_be_nice)
+        while True:
+            if self._closing.is_set():
+                raise AdminError(503, f"{name} ended early: hicached is stopping")
+            found = await asyncio.wrap_future(workers.submit(lambda: next(iterator, _END)).future)
+            if found is _END:
+                return
+            yield found  # type: ignore[misc]  # _END is no T
+
+    async def stream(
+        self,
+        request: web.Request,
+        name: str,
+        iterator: Iterator[T],
+        *,
+        line: Callable[[T, bool], object],
+        delay_s: Callable[[T, float], float] = lambda _, elapsed_s: 0.0,
+    ) -> web.StreamResponse:
+        """Answers with ``line(value, is_done)`` as JSON lines: the first, the last, and now and then one between them.
+
+        After each step it waits as long as ``delay_s(value, seconds since the begin)`` says, which sets the pace. What
+        fails in the middle becomes a last line with ``error``.
+        """
+        response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
+        async with self.steps(name, iterator) as steps:
+            await response.prepare(request)
+            started_s = told_s = self._clock()
+            latest: T | None = None
+            try:
+                async for latest in steps:
+                    if self._clock() - told_s >= LINE_INTERVAL_S:
+                        told_s = self._clock()
+                        await response.write(_json_line(line(latest, False)))
+                    await self._pause(delay_s(latest, self._clock() - started_s))
+                assert latest is not None
+                await response.write(_json_line(line(latest, True)))
+            except (HiCacheError, AdminError) as error:
+                await response.write(_json_line({"error": str(error)}))
+        await response.write_eof()
+        return response
+
+    async def _pause(self, delay_s: float) -> None:
+        """A stop does not wait for it."""
+        if delay_s > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(delay_s):
+                    await self._closing.wait()
+
+
+_END = object()
+
+
+def _json_line(value: object) -> bytes:
+    return msgspec.json.encode(value) + b"\n"
+
+
+def _be_nice() -> None:
+    """Threads of the store go first where cores are short."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)

@@ -1,0 +1,291 @@
+"""What a daemon tells about itself: gathers the status and the history that the page, `status` and `top` show."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import heapq
+import itertools
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+
+from hicache.admin.status import (
+    ERRORS_SHOWN,
+    NAMESPACES_SHOWN,
+    SLOWEST_SHOWN,
+    TENANTS_SHOWN,
+    ErrorCount,
+    Latency,
+    Lookups,
+    Namespace,
+    Sample,
+    SessionCounts,
+    SlowObject,
+    Status,
+    TenantUse,
+    Tier,
+    Traffic,
+)
+from hicache.admin.status import History as HistoryMessage
+from hicache.backends.base import Number, Usage
+from hicache.backends.shared_store import SharedStore
+from hicache.backends.store_stats import StoreStats, TenantStats
+from hicache.daemon.counts import METHODS_BY_KIND, Counts, Reason, Times, read_counts
+from hicache.daemon.hello import printable
+from hicache.daemon.history import History, Levels
+from hicache.daemon.metrics import Metrics
+from hicache.daemon.namespaces import KnownNamespaces
+from hicache.daemon.sessions import Sessions
+from hicache.daemon.slowest import Slowest
+from hicache.daemon.storage import Storage, Store
+from hicache.daemon.tenants import Tenant, Tenants, TenantSettings
+from hicache.errors import BackendError
+from hicache.workers import QueueFull
+
+FRESH_S = 0.5  # however many ask, the store is not asked more often
+STORE_TIMEOUT_S = 0.5
+TENANTS_AT_ONCE = 128  # the store holds its lock for so many at a time
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """What a serving daemon is asked for its status."""
+
+    storage: Storage
+    sessions: Sessions
+    tenants: Tenants
+    namespaces: KnownNamespaces
+    slowest: Slowest
+
+    def backend_numbers(self) -> Iterable[Number]:
+        """What the backend tells beside what every backend has."""
+        store = self.storage.store
+        return store.numbers() if isinstance(store, SharedStore) else ()
+
+
+@dataclass(frozen=True, slots=True)
+class StoreNumbers:
+    """What the store said of itself at one moment."""
+
+    at_s: float
+    usage: Usage
+    stats: StoreStats
+    tenants: list[tuple[Tenant, TenantStats]]  # the fullest
+
+
+class StatusReporter:
+    """Event loop only. Never fails and never waits for long: what does not answer keeps its last numbers."""
+
+    def __init__(
+        self,
+        *,
+        version: str,
+        backend: str,
+        sessions_max: int,
+        metrics: Metrics,
+        state: Callable[[], str],
+        clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
+    ) -> None:
+        """``state`` says ``ready``, or what the daemon is doing instead."""
+        self._version = version
+        self._backend = backend
+        self._sessions_max = sessions_max
+        self._metrics = metrics
+        self._state = state
+        self._clock = clock
+        self._wall_clock = wall_clock
+        self._started_s = clock()
+        self._parts: Parts | None = None
+        self._numbers: StoreNumbers | None = None
+        self._history = History()
+        self._status: tuple[float, Status] | None = None
+        self._gathering = asyncio.Lock()
+
+    def serve_from(self, parts: Parts) -> None:
+        """From here on there is a store."""
+        self._parts = parts
+
+    async def status(self) -> Status:
+        """How it stands: at most FRESH_S old, unless the state has changed since."""
+        async with self._gathering:
+            if (
+                self._status is None
+                or self._clock() - self._status[0] >= FRESH_S
+                or self._status[1].state != self._state()
+            ):
+                await self._refresh()
+                self._status = (self._clock(), self._gather())
+            return self._status[1]
+
+    def history(self) -> HistoryMessage:
+        """The samples of the last hour."""
+        return HistoryMessage(samples=list(self._history.samples))
+
+    async def sample(self) -> Sample | None:
+        """Ends an interval of SAMPLE_S and returns it; None for the first call, which begins the first."""
+        async with self._gathering:
+            await self._refresh()
+        parts, numbers = self._parts, self._numbers
+        levels = Levels(
+            used_bytes=numbers.usage.stored_bytes if numbers is not None else 0,
+            sessions=len(parts.sessions) if parts is not None else 0,
+            ceiling=None,
+        )
+        return self._history.add(now_s=self._clock(), at_s=self._wall_clock(), counts=self._counts(), levels=levels)
+
+    async def _refresh(self) -> None:
+        parts = self._parts
+        if parts is None:
+            return
+        ask = partial(_ask_store, parts.storage.store, parts.tenants.settings, self._clock)
+        with contextlib.suppress(TimeoutError, QueueFull, BackendError):
+            self._numbers = await parts.storage.ask(ask, timeout_s=STORE_TIMEOUT_S)
+
+    def _counts(self) -> Counts:
+        return read_counts(self._metrics, self._numbers.stats if self._numbers is not None else None)
+
+    def _gather(self) -> Status:
+        now_s, parts, numbers, counts = self._clock(), self._parts, self._numbers, self._counts()
+        window_s, hour = self._history.window(now_s, counts)
+        return Status(
+            version=self._version,
+            backend=self._backend,
+            state=self._state(),
+            at_s=self._wall_clock(),
+            uptime_s=now_s - self._started_s,
+            window_s=window_s,
+            store_age_s=now_s - numbers.at_s if numbers is not None else None,
+            tiers=_tiers(numbers, parts.backend_numbers() if parts is not None else ()),
+            lookups=Lookups(asked=hour.asked, found=hour.found, hit_rate=hour.hit_rate, ceiling=None),
+            traffic=_traffic(self._history.lately(now_s, counts), hour),
+            latency=[_latency(kind, hour.times.get(kind, Times())) for kind in METHODS_BY_KIND],
+            sessions=_sessions(parts.sessions if parts is not None else None, self._sessions_max),
+            tenants=_tenants(parts, numbers) if parts is not None and numbers is not None else [],
+            tenant_count=parts.tenants.count if parts is not None else 0,
+            namespaces=_namespaces(parts.namespaces) if parts is not None else [],
+            namespace_count=len(parts.namespaces) if parts is not None else 0,
+            slowest=_slowest(parts) if parts is not None else [],
+            errors=_errors(hour.errors),
+        )
+
+
+def _ask_store(store: Store, settings: Mapping[Tenant, TenantSettings], clock: Callable[[], float]) -> StoreNumbers:
+    """Blocking. The tenants are asked for in parts, so that nobody waits for the store's lock for all of them."""
+    usage, tenants = store.usage(), list(settings)
+    all_stats: list[TenantStats] = []
+    for start in range(0, len(tenants), TENANTS_AT_ONCE):
+        all_stats += store.tenant_stats([tenant.digest for tenant in tenants[start : start + TENANTS_AT_ONCE]])
+
+    def fullness(item: tuple[Tenant, TenantStats]) -> tuple[float, int]:
+        """The larger share of its quotas, or of the capacity where it has none."""
+        limits, used = settings[item[0]], item[1]
+        shares = [used.stored_bytes / (limits.quota_bytes or usage.capacity_bytes or 1)]
+        if limits.quota_objects:
+            shares.append(used.objects / limits.quota_objects)
+        return max(shares), used.stored_bytes
+
+    fullest = heapq.nlargest(TENANTS_SHOWN, zip(tenants, all_stats, strict=True), key=fullness)
+    return StoreNumbers(clock(), usage, store.stats(), fullest)
+
+
+def _tiers(numbers: StoreNumbers | None, of_backend: Iterable[Number]) -> list[Tier]:
+    """From the fastest to the slowest."""
+    ram = {number.name: int(number.value) for number in of_backend if number.name.startswith("hicache_ram_")}
+    tiers = []
+    if ram.get("hicache_ram_capacity_bytes"):
+        tiers.append(
+            Tier(
+                name="ram",
+                used_bytes=ram["hicache_ram_used_bytes"],
+                capacity_bytes=ram["hicache_ram_capacity_bytes"],
+                objects=ram["hicache_ram_objects"],
+            )
+        )
+    if numbers is not None:
+        usage = numbers.usage
+        tiers.append(
+            Tier(
+                name="l3",
+                used_bytes=usage.stored_bytes,
+                capacity_bytes=usage.capacity_bytes,
+                objects=usage.objects,
+            )
+        )
+    return tiers
+
+
+def _traffic(lately: tuple[float, Counts], hour: Counts) -> Traffic:
+    seconds, counts = max(lately[0], FRESH_S), lately[1]
+    return Traffic(
+        read_bytes=hour.read_bytes,
+        written_bytes=hour.written_bytes,
+        evicted_bytes=hour.evicted_bytes,
+        read_bytes_per_s=counts.read_bytes / seconds,
+        written_bytes_per_s=counts.written_bytes / seconds,
+    )
+
+
+def _latency(kind: str, times: Times) -> Latency:
+    return Latency(kind=kind, calls=times.calls, p50_s=times.quantile_s(0.5), p99_s=times.quantile_s(0.99))
+
+
+def _sessions(sessions: Sessions | None, limit: int) -> SessionCounts:
+    if sessions is None:
+        return SessionCounts(open=0, limit=limit, inflight_bytes=0, inflight_waiting=0)
+    waiting = sessions.budgets.waiting_count + sum(session.budget.waiting_count for session in sessions)
+    inflight_bytes = sessions.budgets.total.used_bytes
+    return SessionCounts(open=len(sessions), limit=limit, inflight_bytes=inflight_bytes, inflight_waiting=waiting)
+
+
+def _tenants(parts: Parts, numbers: StoreNumbers) -> list[TenantUse]:
+    sessions = Counter(session.tenant for session in parts.sessions)
+    return [
+        TenantUse(
+            name=tenant.name,
+            used_bytes=stats.stored_bytes,
+            quota_bytes=limits.quota_bytes,
+            objects=stats.objects,
+            quota_objects=limits.quota_objects,
+            pinned_bytes=stats.pinned_bytes,
+            evicted_objects=stats.evictions,
+            sessions=sessions[tenant],
+        )
+        for tenant, stats in numbers.tenants
+        if (limits := parts.tenants.settings.get(tenant)) is not None
+    ]
+
+
+def _namespaces(known: KnownNamespaces) -> list[Namespace]:
+    latest = itertools.islice(known.latest(), NAMESPACES_SHOWN)
+    return [
+        Namespace(digest=digest.hex(), tenant=tenant.name, model=printable(str(descriptor.get("model", ""))))
+        for tenant, digest, descriptor in latest
+    ]
+
+
+def _slowest(parts: Parts) -> list[SlowObject]:
+    names = {tenant.digest: tenant.name for tenant in parts.tenants.settings}
+    return [
+        SlowObject(
+            at_s=move.at_s,
+            kind=move.kind,
+            seconds=move.seconds,
+            size_bytes=move.size_bytes,
+            objects=move.objects,
+            tenant=names.get(move.tenant_digest, ""),
+            key=move.short_key,
+        )
+        for move in parts.slowest.slowest(SLOWEST_SHOWN)
+    ]
+
+
+def _errors(errors: Counter[Reason]) -> list[ErrorCount]:
+    return [
+        ErrorCount(of=of, reason=reason, count=count)
+        for (of, reason), count in errors.most_common(ERRORS_SHOWN)
+        if count > 0
+    ]
