@@ -204,7 +204,7 @@ def _read_tenants(
         tenant, credential, words = _parse_line(where, line)
         if (owner := _OWNER.fullmatch(credential)) is not None:
             if owners[owner[1]].setdefault(int(owner[2]), tenant) != tenant:
-                raise ConfigError(where, f"{tenant.name} {credential}", f"a {owner[1]} that no other tenant has")
+                raise ConfigError(where, credential, f"a {owner[1]} that no other tenant has")
         else:
             token = _parse_token(where, tenant, credential, words)
             if token.digest in tokens:
@@ -219,14 +219,17 @@ def _read_tenants(
 
 
 def _parse_line(where: str, line: str) -> tuple[Tenant, str, list[str]]:
-    """Tenant, credential, and the words after them. Errors never quote the token, nor what might be one."""
+    """Tenant, credential, and the words after them.
+
+    Errors never quote the token, nor what might be one: words may have changed places, or a space may be missing.
+    """
     name, *rest = line.split()
     credential, words = (rest[0], rest[1:]) if rest else ("", [])
     if not _NAME.fullmatch(name):
         raise ConfigError(where, "(not shown)", "`tenant token`, the tenant of letters, digits, '.', '_' and '-'")
     if any(word.partition("=")[0] not in (*PARSERS, _EXPIRES) for word in words):
         expected = f"one token, and then setting=value, the settings being {', '.join((*PARSERS, _EXPIRES))}"
-        raise ConfigError(where, f"{name} (rest not shown)", expected)
+        raise ConfigError(where, "(not shown)", expected)
     return Tenant.named(name), credential, words
 
 
@@ -236,7 +239,7 @@ def _parse_token(where: str, tenant: Tenant, credential: str, words: list[str]) 
     for word in [word for word in words if word.startswith(f"{_EXPIRES}=")]:
         words.remove(word)
         if ends_at_s != math.inf:
-            raise ConfigError(where, f"{tenant.name} {word}", f"{_EXPIRES} only once for a token")
+            raise ConfigError(where, word, f"{_EXPIRES} only once for a token")
         ends_at_s = _parse_time(where, tenant, word)
     if _HASHED.fullmatch(credential):
         return Token(bytes.fromhex(credential.removeprefix("sha256:")), tenant, ends_at_s)
@@ -246,10 +249,10 @@ def _parse_token(where: str, tenant: Tenant, credential: str, words: list[str]) 
             f"one token of {TOKEN_CHARS_MIN} to {TOKEN_CHARS_MAX} characters, sha256: and 64 hex digits, "
             "or uid: or gid: and a number"
         )
-        raise ConfigError(where, f"{tenant.name} (token not shown)", expected)
+        raise ConfigError(where, "(not shown)", expected)
     if len(set(credential)) < TOKEN_DISTINCT_MIN:
         expected = f"{TOKEN_DISTINCT_MIN} or more different characters, as `openssl rand -hex 32` makes them"
-        raise ConfigError(where, f"{tenant.name} (token not shown)", expected)
+        raise ConfigError(where, "(not shown)", expected)
     return Token(sha256(credential.encode()).digest(), tenant, ends_at_s)
 
 
@@ -260,7 +263,7 @@ def _parse_time(where: str, tenant: Tenant, word: str) -> float:
         time_of_day = None
     if time_of_day is None or time_of_day.tzinfo is None:
         expected = f"{_EXPIRES}= and a time with its zone, as in {_EXPIRES}=2030-01-31T00:00:00Z"
-        raise ConfigError(where, f"{tenant.name} {word}", expected)
+        raise ConfigError(where, word, expected)
     return time_of_day.timestamp()
 
 
