@@ -10,6 +10,7 @@ from typing import Any, Never, Protocol
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
 from hicache.daemon.metrics import LASTING_METHODS, Metrics
 from hicache.daemon.refusals import Refusal
@@ -87,7 +88,8 @@ class Calls:
         with self._metrics.call(method) as result, self._counted(method):
             try:
                 yield deadline_after(context.time_remaining(), self._call_timeout_s_max)
-            except Refusal as refusal:
+            except (Refusal, DecodeError) as error:
+                refusal = error if isinstance(error, Refusal) else _not_a_message()
                 result.name = refusal.code
                 if method == "Session":
                     self._metrics.session_refusals.labels(code=refusal.code).inc()
@@ -117,6 +119,11 @@ class Calls:
             yield
         finally:
             self.active_count -= 1
+
+
+def _not_a_message() -> Refusal:
+    """For what came in a stream and could not be read. In other calls gRPC answers that itself."""
+    return Refusal(RefusalCode.MALFORMED, "what was sent is no message of this protocol")
 
 
 def deadline_after(remaining_s: float | None, call_timeout_s_max: float) -> float:

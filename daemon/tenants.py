@@ -208,7 +208,7 @@ def _read_tenants(
         else:
             token = _parse_token(where, tenant, credential, words)
             if token.digest in tokens:
-                raise ConfigError(where, tenant.name, "a token used only once")
+                raise ConfigError(where, "(not shown)", "a token used only once")
             tokens[token.digest] = token
         _parse_settings(where, tenant, words, given.setdefault(tenant, {}))
     if not 1 <= line_count <= TENANTS_MAX:
@@ -239,7 +239,7 @@ def _parse_token(where: str, tenant: Tenant, credential: str, words: list[str]) 
     for word in [word for word in words if word.startswith(f"{_EXPIRES}=")]:
         words.remove(word)
         if ends_at_s != math.inf:
-            raise ConfigError(where, word, f"{_EXPIRES} only once for a token")
+            raise ConfigError(where, _EXPIRES, f"{_EXPIRES} only once for a token")
         ends_at_s = _parse_time(where, tenant, word)
     if _HASHED.fullmatch(credential):
         return Token(bytes.fromhex(credential.removeprefix("sha256:")), tenant, ends_at_s)
@@ -263,7 +263,7 @@ def _parse_time(where: str, tenant: Tenant, word: str) -> float:
         time_of_day = None
     if time_of_day is None or time_of_day.tzinfo is None:
         expected = f"{_EXPIRES}= and a time with its zone, as in {_EXPIRES}=2030-01-31T00:00:00Z"
-        raise ConfigError(where, word, expected)
+        raise ConfigError(where, _EXPIRES, expected)
     return time_of_day.timestamp()
 
 
@@ -272,10 +272,10 @@ def _parse_settings(where: str, tenant: Tenant, words: list[str], given: dict[st
     for word in words:
         name, _, value = word.partition("=")
         if name == _EXPIRES:
-            raise ConfigError(where, f"{tenant.name} {word}", f"{_EXPIRES} behind a token: users and groups do not end")
+            raise ConfigError(where, name, f"{_EXPIRES} behind a token: users and groups do not end")
         if name in given:
-            raise ConfigError(where, f"{tenant.name} {word}", f"{name} only once for a tenant")
+            raise ConfigError(where, name, f"{name} only once for a tenant")
         try:
             given[name] = PARSERS[name](name, value)
         except ConfigError as error:
-            raise ConfigError(where, f"{tenant.name} {word}", error.expected) from error
+            raise ConfigError(where, name, error.expected) from error
