@@ -43,6 +43,8 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 
+FILE_BYTES_MAX = MIB  # of the configuration
+
 # The left bound must not exceed the right one: what one lets through, the other could never.
 _AT_MOST = (
     ("object_bytes_max", "batch_bytes_max"),
@@ -264,7 +266,10 @@ def to_toml(config: DaemonConfig) -> str:
 def _read_toml(file: str) -> dict[str, object]:
     try:
         with open(file, "rb") as source:
-            return tomllib.load(source)
+            raw = source.read(FILE_BYTES_MAX + 1)
+        if len(raw) > FILE_BYTES_MAX:
+            raise ConfigError("config", file, f"a file of at most {FILE_BYTES_MAX} bytes")
+        return tomllib.loads(raw.decode())
     except OSError as error:
         raise ConfigError("config", file, f"a readable file ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

@@ -11,7 +11,7 @@ import grpc
 
 from hicache.client.fault import Fault, FaultKind
 
-DIAGNOSIS_S = 1.0
+DIAGNOSIS_S = 0.5
 
 
 class TlsUnusable(Exception):

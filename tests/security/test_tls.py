@@ -187,8 +187,9 @@ class TestStrangers:
             round_trip(new_l3(rig.address(secure.ready.listen, certificate=rig.client), token=ALICE))
 
     def test_a_stranger_in_the_middle_of_a_handshake_is_gone_in_time_and_leaves_no_descriptor(
-        self, secure: ThreadedDaemon
+        self, secure: ThreadedDaemon, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        monkeypatch.setattr("hicache.daemon.bulk_socket.HELLO_TIMEOUT_S", 0.2)
         host, _, port = secure.ready.bulk_listen.rpartition(":")
         before = open_descriptors()["socket:"]
         with socket.create_connection((host, int(port)), timeout=20) as stranger:
