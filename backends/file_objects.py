@@ -52,6 +52,7 @@ class ObjectFiles:
         self._is_shared = is_shared
         self._is_synced = is_synced
         self._direct = DirectReader(calls) if is_direct else None
+        self._local = threading.local()
         self._reading_lock = threading.Lock()
         self._reading: Counter[str] = Counter()
 
@@ -77,7 +78,7 @@ class ObjectFiles:
 
     def _write_object(self, fd: int, item: PutItem) -> None:
         raw = item.payload.cast("B")
-        pen = _pen(self.sealing, item.key, len(raw))
+        pen = self._pen(item.key, len(raw))
         is_one_call = len(raw) <= WRITE_SEGMENT_BYTES
         part = raw
         for start in range(0, len(raw), WRITE_SEGMENT_BYTES):
@@ -87,6 +88,13 @@ class ObjectFiles:
         checksum, seal = pen.end()
         header = memoryview(ObjectHeader(item.key, len(raw), checksum, item.namespace_tag, seal).encode())
         write_all(self._calls, fd, [header, part] if is_one_call else [header], 0)
+
+    def _pen(self, key: bytes, size_bytes: int) -> _Pen | _SealedPen:
+        if self.sealing is None:
+            return _Pen(key)
+        if not hasattr(self._local, "buffer"):  # of each thread: pages that exist cost a fraction of new ones
+            self._local.buffer = memoryview(bytearray(WRITE_SEGMENT_BYTES))
+        return _SealedPen(self.sealing.sealer(key, size_bytes), self._local.buffer)
 
     def _publish(self, unfinished: str, path: str) -> None:
         try:
@@ -258,11 +266,15 @@ class _Pen:
 class _SealedPen:
     """A ``_Pen`` that encrypts."""
 
-    def __init__(self, sealer: Sealer) -> None:
+    def __init__(self, sealer: Sealer, buffer: memoryview) -> None:
+        """Parts are encrypted into ``buffer``, one after another."""
         self._sealer = sealer
+        self._buffer = buffer
 
     def stored(self, part: memoryview) -> memoryview:
-        return memoryview(self._sealer.encrypt(part))
+        encrypted = self._buffer[: len(part)]
+        self._sealer.encrypt_into(part, encrypted)
+        return encrypted
 
     def end(self) -> tuple[int, bytes]:
         return 0, self._sealer.seal()
@@ -295,10 +307,6 @@ class _SealedCheck:
 
     def is_right(self) -> bool:
         return self._opener.is_genuine()
-
-
-def _pen(sealing: Sealing | None, key: bytes, size_bytes: int) -> _Pen | _SealedPen:
-    return _Pen(key) if sealing is None else _SealedPen(sealing.sealer(key, size_bytes))
 
 
 def _check(sealing: Sealing | None, key: bytes, header: ObjectHeader) -> _Check | _SealedCheck | None:

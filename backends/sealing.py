@@ -51,12 +51,8 @@ class Sealer:
         self._context = context
         self._nonce = nonce
 
-    def encrypt(self, part: memoryview) -> bytes:
-        """What is to be stored of the next part."""
-        return self._context.update(part)
-
     def encrypt_into(self, part: memoryview, target: memoryview) -> None:
-        """The same, to where it belongs; ``target`` has the size of ``part``, which is read once."""
+        """The next part, to where it belongs; ``target`` has the size of ``part``, which is read once."""
         self._context.update_into(part, target)
 
     def seal(self) -> bytes:

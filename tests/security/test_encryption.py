@@ -302,7 +302,9 @@ class TestSealing:
 
     def sealed(self, keys: TenantKeys, key: bytes, text: bytes) -> tuple[bytes, bytes]:
         sealer = Sealing(keys).sealer(key, len(text))
-        return sealer.encrypt(memoryview(text)), sealer.seal()
+        stored = bytearray(len(text))
+        sealer.encrypt_into(memoryview(text), memoryview(stored))
+        return bytes(stored), sealer.seal()
 
     def opened(self, keys: TenantKeys, key: bytes, size_bytes: int, stored: bytes, seal: bytes) -> bytes | None:
         opener = Sealing(keys).opener(key, size_bytes, seal)
