@@ -17,7 +17,9 @@ HEADER_BYTES = 4096  # one block, so that the payload behind it is aligned for d
 BLOCK_BYTES = 4096
 FAN_OUT = 256  # folders; each takes millions of names on ext4, and until all exist many a put pays for a mkdir
 _HEX_KEY_BYTES_MAX = 127  # a name has at most 255 characters
+SEAL_BYTES = 40  # of an encrypted object, behind the key (backends/sealing.py)
 _MAGIC = b"HICACHE1"
+_SEALED_MAGIC = b"HICACHES"
 _TAG = struct.Struct("<II")  # of the namespace, and a check over it and the key; zeros where it is not known
 _TAG_AT = 512
 _FIXED = struct.Struct("<8sQQQH")  # magic, check, size, checksum, length of the key; then the key
@@ -33,11 +35,12 @@ class ObjectHeader:
     size_bytes: int
     checksum: int
     namespace_tag: int = UNKNOWN_TAG
+    seal: bytes = b""  # of an encrypted object; its checksum is 0, since the seal says more
 
     def encode(self) -> bytes:
         """The header block."""
-        tail = struct.pack("<QQH", self.size_bytes, self.checksum, len(self.key)) + self.key
-        raw = _MAGIC + struct.pack("<Q", xxhash.xxh3_64_intdigest(tail)) + tail
+        tail = struct.pack("<QQH", self.size_bytes, self.checksum, len(self.key)) + self.key + self.seal
+        raw = (_SEALED_MAGIC if self.seal else _MAGIC) + struct.pack("<Q", xxhash.xxh3_64_intdigest(tail)) + tail
         return raw.ljust(_TAG_AT, b"\0") + self._encode_tag().ljust(HEADER_BYTES - _TAG_AT, b"\0")
 
     def _encode_tag(self) -> bytes:
@@ -49,14 +52,16 @@ def decode_header(raw: bytes | memoryview) -> ObjectHeader | None:
     if len(raw) != HEADER_BYTES:
         return None
     magic, check, size_bytes, checksum, key_length = _FIXED.unpack_from(raw)
-    if magic != _MAGIC or key_length > PHYSICAL_KEY_BYTES_MAX:
+    if magic not in (_MAGIC, _SEALED_MAGIC) or key_length > PHYSICAL_KEY_BYTES_MAX:
         return None
-    key = bytes(raw[_FIXED.size : _FIXED.size + key_length])
-    if check != xxhash.xxh3_64_intdigest(raw[16 : _FIXED.size + key_length]):
+    key_end = _FIXED.size + key_length
+    end = key_end + (SEAL_BYTES if magic == _SEALED_MAGIC else 0)
+    key = bytes(raw[_FIXED.size : key_end])
+    if check != xxhash.xxh3_64_intdigest(raw[16:end]):
         return None
     tag, tag_check = _TAG.unpack_from(raw, _TAG_AT)
     is_tagged = tag != UNKNOWN_TAG and tag_check == _tag_check(key, tag)
-    return ObjectHeader(key, size_bytes, checksum, tag if is_tagged else UNKNOWN_TAG)
+    return ObjectHeader(key, size_bytes, checksum, tag if is_tagged else UNKNOWN_TAG, bytes(raw[key_end:end]))
 
 
 def _tag_check(key: bytes, tag: int) -> int:

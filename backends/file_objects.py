@@ -7,6 +7,7 @@ import os
 import threading
 from collections import Counter
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 from hicache.backends.base import UNKNOWN_TAG, GetItem, PutItem
 from hicache.backends.file_calls import FileCalls, read_all, write_all
@@ -16,6 +17,9 @@ from hicache.backends.file_spares import SpareFiles
 from hicache.backends.file_writer import WriterFolder
 from hicache.checksum import payload_hasher
 from hicache.outcome import Outcome
+
+if TYPE_CHECKING:
+    from hicache.backends.sealing import Opener, Sealer, Sealing
 
 # Hashed while in cache: larger ones leave it, smaller ones cost calls, and those that write are the dearer ones.
 WRITE_SEGMENT_BYTES = 1 << 20
@@ -44,9 +48,11 @@ class ObjectFiles:
         self._calls = calls
         self._writer = writer
         self._spares = spares
+        self.sealing: Sealing | None = None  # set before the first object, where objects are encrypted
         self._is_shared = is_shared
         self._is_synced = is_synced
         self._direct = DirectReader(calls) if is_direct else None
+        self._local = threading.local()
         self._reading_lock = threading.Lock()
         self._reading: Counter[str] = Counter()
 
@@ -72,15 +78,23 @@ class ObjectFiles:
 
     def _write_object(self, fd: int, item: PutItem) -> None:
         raw = item.payload.cast("B")
-        hasher = payload_hasher(item.key)
+        pen = self._pen(item.key, len(raw))
         is_one_call = len(raw) <= WRITE_SEGMENT_BYTES
+        part = raw
         for start in range(0, len(raw), WRITE_SEGMENT_BYTES):
-            part = raw[start : start + WRITE_SEGMENT_BYTES]
-            hasher.update(part)
+            part = pen.stored(raw[start : start + WRITE_SEGMENT_BYTES])
             if not is_one_call:
                 write_all(self._calls, fd, [part], HEADER_BYTES + start)
-        header = memoryview(ObjectHeader(item.key, len(raw), hasher.intdigest(), item.namespace_tag).encode())
-        write_all(self._calls, fd, [header, raw] if is_one_call else [header], 0)
+        checksum, seal = pen.end()
+        header = memoryview(ObjectHeader(item.key, len(raw), checksum, item.namespace_tag, seal).encode())
+        write_all(self._calls, fd, [header, part] if is_one_call else [header], 0)
+
+    def _pen(self, key: bytes, size_bytes: int) -> _Pen | _SealedPen:
+        if self.sealing is None:
+            return _Pen(key)
+        if not hasattr(self._local, "buffer"):  # of each thread: pages that exist cost a fraction of new ones
+            self._local.buffer = memoryview(bytearray(WRITE_SEGMENT_BYTES))
+        return _SealedPen(self.sealing.sealer(key, size_bytes), self._local.buffer)
 
     def _publish(self, unfinished: str, path: str) -> None:
         try:
@@ -120,13 +134,15 @@ class ObjectFiles:
         if header.size_bytes != len(target):
             is_whole = os.fstat(fd).st_size == HEADER_BYTES + header.size_bytes
             return Outcome.SIZE_MISMATCH if is_whole else Outcome.CORRUPT
-        hasher = payload_hasher(item.key)
+        check = _check(self.sealing, item.key, header)
+        if check is None:
+            return Outcome.CORRUPT
         for number, segment in enumerate(segments):
             if number >= len(ahead):
                 offset = HEADER_BYTES + number * READ_SEGMENT_BYTES
                 is_whole = is_whole and read_all(self._calls, fd, [segment], offset)
-            hasher.update(segment)
-        return Outcome.OK if is_whole and hasher.intdigest() == header.checksum else Outcome.CORRUPT
+            check.read(segment)
+        return Outcome.OK if is_whole and check.is_right() else Outcome.CORRUPT
 
     def namespace_tag(self, path: str, key: bytes) -> int:
         """What the header says; UNKNOWN_TAG where it cannot be read, or is another key's."""
@@ -229,6 +245,76 @@ class ObjectFiles:
         for path in paths:
             with contextlib.suppress(OSError):
                 self._calls.remove(path)
+
+
+class _Pen:
+    """What becomes of the parts of one object that is written."""
+
+    def __init__(self, key: bytes) -> None:
+        self._hasher = payload_hasher(key)
+
+    def stored(self, part: memoryview) -> memoryview:
+        """What is to be written of it."""
+        self._hasher.update(part)
+        return part
+
+    def end(self) -> tuple[int, bytes]:
+        """Checksum and seal, behind the last part."""
+        return self._hasher.intdigest(), b""
+
+
+class _SealedPen:
+    """A ``_Pen`` that encrypts."""
+
+    def __init__(self, sealer: Sealer, buffer: memoryview) -> None:
+        """Parts are encrypted into ``buffer``, one after another."""
+        self._sealer = sealer
+        self._buffer = buffer
+
+    def stored(self, part: memoryview) -> memoryview:
+        encrypted = self._buffer[: len(part)]
+        self._sealer.encrypt_into(part, encrypted)
+        return encrypted
+
+    def end(self) -> tuple[int, bytes]:
+        return 0, self._sealer.seal()
+
+
+class _Check:
+    """What becomes of the parts of one object that is read."""
+
+    def __init__(self, key: bytes, checksum: int) -> None:
+        self._hasher = payload_hasher(key)
+        self._checksum = checksum
+
+    def read(self, part: memoryview) -> None:
+        """The next part, in its target and in cache."""
+        self._hasher.update(part)
+
+    def is_right(self) -> bool:
+        """Behind the last part."""
+        return self._hasher.intdigest() == self._checksum
+
+
+class _SealedCheck:
+    """A ``_Check`` that decrypts where the part lies."""
+
+    def __init__(self, opener: Opener) -> None:
+        self._opener = opener
+
+    def read(self, part: memoryview) -> None:
+        self._opener.decrypt_into(part, part)
+
+    def is_right(self) -> bool:
+        return self._opener.is_genuine()
+
+
+def _check(sealing: Sealing | None, key: bytes, header: ObjectHeader) -> _Check | _SealedCheck | None:
+    """None: the object cannot be read."""
+    if sealing is None:
+        return None if header.seal else _Check(key, header.checksum)
+    opener = sealing.opener(key, header.size_bytes, header.seal)
+    return None if opener is None else _SealedCheck(opener)
 
 
 def payload_bytes_of(file_bytes: int) -> int:

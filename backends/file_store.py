@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import msgspec
 import xxhash
@@ -37,9 +37,13 @@ from hicache.backends.lock import DirectoryLock, opening_alone
 from hicache.backends.marker import current_boot_id, new_marker, read_marker, write_marker
 from hicache.backends.progress import tell_progress
 from hicache.backends.space import OUT_OF_SPACE_ERRNOS, free_bytes, require_possible
+from hicache.backends.store_keys import open_keys
 from hicache.errors import BackendError, ConfigError
 from hicache.notices import Notices
 from hicache.outcome import Outcome
+
+if TYPE_CHECKING:
+    from hicache.backends.tenant_keys import TenantKeys
 
 STORE_KIND = "file"
 STORE_VERSION = 2
@@ -71,6 +75,7 @@ class FileBackend:
         self._key_locks = [threading.Lock() for _ in range(KEY_LOCKS)]
         self._is_closed = False
         self._helpers = Helpers("hicache-file")
+        self.keys: TenantKeys | None = None
         self._first_walk: list[StoredBatch] | None = None  # until the first scan, or the first change
         with opening_alone(directory) if settings.shared else contextlib.nullcontext():
             marker = read_marker(directory, kind=STORE_KIND, versions=(STORE_VERSION,))
@@ -99,6 +104,7 @@ class FileBackend:
         capacity_bytes: int,
         settings: FileSettings | None = None,
         calls: FileCalls | None = None,
+        encryption_keys: str = "",
     ) -> Self:
         """Open the store in ``directory``, or make one there. For one with ``shared``, see ``SharedFileBackend``.
 
@@ -115,10 +121,16 @@ class FileBackend:
             if not settings.shared:
                 backend._first_walk = list(backend._walk())
                 backend.accounts.settle(counts_of(backend._first_walk), Counts())
+                backend._open_keys(encryption_keys)
             return backend
         except BaseException:
             lock.release()
             raise
+
+    def _open_keys(self, encryption_keys: str) -> None:
+        self.keys = open_keys(self.directory, encryption_keys, is_empty=lambda: self.accounts.usage().objects == 0)
+        if self.keys is not None:
+            self._files.sealing = self.keys.sealing()
 
     def count(self) -> Counts:
         """What a walk over all files finds; takes seconds for a million."""

@@ -13,11 +13,11 @@ from numpy.typing import NDArray
 from hicache.backends.base import SCAN_OBJECTS_MAX, StoredBatch
 from hicache.backends.lmdb_env import LmdbEnvironment
 from hicache.backends.lmdb_layout import (
+    BEHIND_IDS_BYTES,
     CHECK_BYTES,
     CHUNK_BYTES,
     FIXED_DTYPE,
     ID_DTYPE,
-    TAG_BYTES,
     ChunkIdArray,
     decode_record,
     record_check,
@@ -82,7 +82,7 @@ def _decode(keys: list[bytes], raws: list[bytes]) -> tuple[StoredBatch, bytes, l
     lengths = np.fromiter(map(len, raws), dtype=np.int64, count=len(raws))
     fixed = np.frombuffer(b"".join([raw[:width].ljust(width, b"\0") for raw in raws]), dtype=FIXED_DTYPE)
     tag_at = width + -(-fixed["size_bytes"].astype(np.float64) // CHUNK_BYTES) * ID_DTYPE.itemsize
-    has_length = (lengths == tag_at) | (lengths == tag_at + TAG_BYTES)
+    has_length = np.isin(lengths - tag_at, BEHIND_IDS_BYTES)
     is_good = has_length & (fixed["check"] == _checks(keys, raws))
     damaged: list[bytes] = []
     if not is_good.all():

@@ -76,7 +76,7 @@ class StoreFiles:
             self._lock.release()
 
 
-def open_files(directory: Path, *, chunks_max: int, floor_bytes: int = 0) -> StoreFiles:
+def open_files(directory: Path, *, chunks_max: int, floor_bytes: int = 0, is_sealed: bool = False) -> StoreFiles:
     """Take the directory and open its files, emptied first when a power loss has made its content worthless.
 
     However opening ends, by an error or a kill, a store that could be trusted before can be trusted afterwards: nothing
@@ -88,7 +88,7 @@ def open_files(directory: Path, *, chunks_max: int, floor_bytes: int = 0) -> Sto
         found = read_marker(directory, kind=STORE_KIND, versions=READABLE_VERSIONS)
         marker = found if found is not None and _is_trusted(directory, found) else _start_empty(directory)
         capacity_bytes = chunks_max * CHUNK_BYTES
-        map_bytes = index_map_bytes(chunks_max)
+        map_bytes = index_map_bytes(chunks_max, is_sealed=is_sealed)
         wanted = {directory / SLAB_NAME: capacity_bytes, directory / DATA_NAME: map_bytes}
         require_space(wanted, capacity_bytes=capacity_bytes, floor_bytes=floor_bytes)
         slab = Slab(directory / SLAB_NAME, chunks=chunks_max, capacity_bytes=capacity_bytes)

@@ -31,11 +31,12 @@ class Resizing:
     A kill in the middle leaves files that are larger than the store needs: the next start uses or cuts them.
     """
 
-    def __init__(self, env: LmdbEnvironment, slab: Slab, index: Index, space: ChunkSpace) -> None:
+    def __init__(self, env: LmdbEnvironment, slab: Slab, index: Index, space: ChunkSpace, *, is_sealed: bool) -> None:
         self._env = env
         self._slab = slab
         self._index = index
         self._space = space
+        self._is_sealed = is_sealed
         self._lock = threading.Lock()
 
     def resize(self, capacity_bytes: int, *, floor_bytes: int) -> None:
@@ -58,7 +59,7 @@ class Resizing:
 
     def _grow(self, chunks: int, floor_bytes: int) -> None:
         capacity_bytes, before = chunks * CHUNK_BYTES, self._slab.chunks
-        map_bytes = index_map_bytes(chunks)
+        map_bytes = index_map_bytes(chunks, is_sealed=self._is_sealed)
         wanted = {self._slab.path: capacity_bytes, self._env.path: map_bytes}
         require_space(wanted, capacity_bytes=capacity_bytes, floor_bytes=floor_bytes)
         self._slab.grow(chunks, capacity_bytes=capacity_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,9 @@ from hicache.backends.lmdb_layout import CHUNK_BYTES, ChunkIdArray
 from hicache.backends.space import take_space
 from hicache.checksum import payload_hasher
 from hicache.errors import BackendError
+
+if TYPE_CHECKING:
+    from hicache.backends.sealing import Opener, Sealer
 
 SLAB_NAME = "chunks.slab"
 # Copied in one call without the GIL, and hashed in the core's cache: larger ones leave it, smaller ones cost calls.
@@ -78,6 +81,22 @@ class Slab:
                 piece[whole * CHUNK_BYTES :] = mapped[min(ids[whole], len(mapped) - 1), :tail_bytes]
             hasher.update(piece.data)
         return hasher.intdigest()
+
+    def write_sealed(self, payload: memoryview, chunk_ids: ChunkIdArray, sealer: Sealer) -> None:
+        """Store a payload in these chunks, encrypted on its way."""
+        mapped, source = self._mapped, payload.cast("B")
+        for number, chunk_id in enumerate(chunk_ids.tolist()):
+            piece = source[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+            sealer.encrypt_into(piece, mapped[chunk_id].data[: len(piece)])
+
+    def read_sealed(self, target: memoryview, chunk_ids: ChunkIdArray, opener: Opener) -> None:
+        """Fill ``target`` from these chunks, decrypted on the way. As ``read`` otherwise."""
+        mapped, filled = self._mapped, target.cast("B")
+        if not len(mapped):
+            raise BackendError("the backend is closed")
+        for number, chunk_id in enumerate(chunk_ids.tolist()):
+            piece = filled[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
+            opener.decrypt_into(mapped[min(chunk_id, len(mapped) - 1)].data[: len(piece)], piece)
 
     def move(self, chunk_ids: ChunkIdArray, to_ids: ChunkIdArray) -> None:
         """Copy chunks to others."""

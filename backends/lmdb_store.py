@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 import lmdb
 
@@ -22,9 +22,13 @@ from hicache.backends.lmdb_load import LoadedIndex, load_index
 from hicache.backends.lmdb_open import StoreFiles, open_files
 from hicache.backends.lmdb_resize import Resizing
 from hicache.backends.lmdb_space import ChunkSpace, KeyClaims
+from hicache.backends.store_keys import open_keys
 from hicache.errors import BackendError, ConfigError
 from hicache.notices import Notices
 from hicache.outcome import Outcome
+
+if TYPE_CHECKING:
+    from hicache.backends.tenant_keys import TenantKeys
 
 SYNC_BUDGET_S = 3.0
 CLAIM_WAIT_S = 30.0  # for another put of the same key: one that takes as long is stuck
@@ -44,7 +48,13 @@ class LmdbBackend:
     name = "lmdb"
 
     def __init__(
-        self, files: StoreFiles, loaded: LoadedIndex, *, capacity_bytes: int, wall_clock: Callable[[], float]
+        self,
+        files: StoreFiles,
+        loaded: LoadedIndex,
+        *,
+        capacity_bytes: int,
+        wall_clock: Callable[[], float],
+        keys: TenantKeys | None = None,
     ) -> None:
         self._files = files
         self._slab = files.slab
@@ -59,7 +69,9 @@ class LmdbBackend:
             objects=sum(len(batch.keys) for batch in loaded.batches),
             payload_bytes=sum(int(batch.sizes_bytes.sum()) for batch in loaded.batches),
         )
-        self._resizing = Resizing(files.env, self._slab, self._index, self._space)
+        self._resizing = Resizing(files.env, self._slab, self._index, self._space, is_sealed=keys is not None)
+        self.keys = keys
+        self._sealing = None if keys is None else keys.sealing()
         self._unchanged: list[StoredBatch] | None = loaded.batches  # until it is taken, or no longer true
         self._close_lock = threading.Lock()
         self._is_closed = False
@@ -73,6 +85,7 @@ class LmdbBackend:
         *,
         capacity_bytes: int,
         floor_bytes: int = 0,
+        encryption_keys: str = "",
         wall_clock: Callable[[], float] = time.time,
     ) -> Self:
         """Open the store in ``directory``, or make one there.
@@ -81,9 +94,11 @@ class LmdbBackend:
         ``floor_bytes`` left free).
         """
         chunks_max = _chunks_max(capacity_bytes)
-        files = open_files(directory, chunks_max=chunks_max, floor_bytes=floor_bytes)
+        files = open_files(directory, chunks_max=chunks_max, floor_bytes=floor_bytes, is_sealed=bool(encryption_keys))
         try:
-            backend = cls(files, load_index(files), capacity_bytes=capacity_bytes, wall_clock=wall_clock)
+            loaded = load_index(files)
+            keys = open_keys(directory, encryption_keys, is_empty=lambda: not any(it.keys for it in loaded.batches))
+            backend = cls(files, loaded, capacity_bytes=capacity_bytes, wall_clock=wall_clock, keys=keys)
             backend._resizing.cut(capacity_bytes)
             return backend
         except (lmdb.Error, MemoryError) as error:
@@ -144,17 +159,17 @@ class LmdbBackend:
 
         def write(position: int) -> tuple[bytes, IndexRecord]:
             item, chunk_ids = items[position], writing[position]
-            checksum = self._slab.write(item.key, item.payload, chunk_ids)
+            checksum, seal = self._write_payload(item, chunk_ids)
             used_at_s = now_s - position * _ORDER_S
-            return item.key, IndexRecord(item.payload.nbytes, checksum, used_at_s, chunk_ids, item.namespace_tag)
+            return item.key, IndexRecord(item.payload.nbytes, checksum, used_at_s, chunk_ids, item.namespace_tag, seal)
 
         size_bytes = sum(items[position].payload.nbytes for position in writing)
-        records = self._helpers.map(write, list(writing), size_bytes=size_bytes)
         try:
+            records = self._helpers.map(write, list(writing), size_bytes=size_bytes)
             added = self._index.add(records)
         except lmdb.MapFullError:
             return
-        except (lmdb.Error, MemoryError) as error:
+        except (lmdb.Error, MemoryError, OSError) as error:  # the last: the key of a new tenant cannot be kept
             self._fail_put(error, list(writing), outcomes)
             return
         stored = [position for position, is_new in zip(writing, added, strict=True) if is_new]
@@ -164,6 +179,14 @@ class LmdbBackend:
             outcomes[position] = Outcome.OK
             del writing[position]
         self._space.added([items[position].payload.nbytes for position in stored])
+
+    def _write_payload(self, item: PutItem, chunk_ids: ChunkIdArray) -> tuple[int, bytes]:
+        """Its checksum, or its seal."""
+        if self._sealing is None:
+            return self._slab.write(item.key, item.payload, chunk_ids), b""
+        sealer = self._sealing.sealer(item.key, item.payload.nbytes)
+        self._slab.write_sealed(item.payload, chunk_ids, sealer)
+        return 0, sealer.seal()
 
     def _fail_put(self, error: Exception, positions: list[int], outcomes: list[Outcome]) -> None:
         self._notices.warning("put", "a put failed: %s", error)
@@ -206,14 +229,24 @@ class LmdbBackend:
         if record is not None:
             if record.size_bytes != item.target.nbytes:
                 return Outcome.SIZE_MISMATCH
-            if self._slab.read(item.key, item.target, record.chunk_ids) == record.checksum:
+            if self._is_filled(item.key, item.target, record):
                 return Outcome.OK
             own = memoryview(bytearray(record.size_bytes))
-            if self._slab.read(item.key, own, record.chunk_ids) == record.checksum:
+            if self._is_filled(item.key, own, record):
                 item.target.cast("B")[:] = own
                 return Outcome.OK
         suspects[item.key] = raw
         return Outcome.CORRUPT
+
+    def _is_filled(self, key: bytes, target: memoryview, record: IndexRecord) -> bool:
+        """Whether ``target`` has just what was stored."""
+        if self._sealing is None:
+            return self._slab.read(key, target, record.chunk_ids) == record.checksum
+        opener = self._sealing.opener(key, record.size_bytes, record.seal)
+        if opener is None:
+            return False
+        self._slab.read_sealed(target, record.chunk_ids, opener)
+        return opener.is_genuine()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See ``Backend.contains``."""

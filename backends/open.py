@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from hicache.backends.base import Backend
 from hicache.backends.file_settings import FileSettings, parse_query
@@ -12,6 +13,10 @@ from hicache.backends.space import require_floor
 from hicache.backends.store import FREE_SPACE_FLOOR_BYTES, ObjectStore
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.errors import ConfigError
+
+if TYPE_CHECKING:
+    from hicache.backends.file_store import FileBackend
+    from hicache.backends.lmdb_store import LmdbBackend
 
 BACKEND_SCHEMES = ("lmdb", "file")  # in a directory of this machine
 MOONCAKE_PREFIX = "mooncake://"
@@ -27,8 +32,11 @@ def open_store(
     free_space_floor_bytes: int = FREE_SPACE_FLOOR_BYTES,
     objects_max: int = 0,
     limits: StoreLimits | None = None,
+    encryption_keys: str = "",
 ) -> ObjectStore | SharedStore:
     """Open the backend at ``url`` under what keeps it in bounds: ours, or its own where it is shared and evicts itself.
+
+    ``encryption_keys`` is a file (backends/tenant_keys.py); a store that others share cannot be encrypted.
 
     Raises what ``open_backend`` raises, and ConfigError for limits that contradict each other.
     """
@@ -44,7 +52,7 @@ def open_store(
         except BaseException:
             shared.close()
             raise
-    backend = open_backend(url, capacity_bytes=capacity_bytes, free_space_floor_bytes=free_space_floor_bytes)
+    backend = _open_own(url, capacity_bytes, free_space_floor_bytes, encryption_keys)
     try:
         return ObjectStore(
             backend,
@@ -54,6 +62,7 @@ def open_store(
             free_space_floor_bytes=free_space_floor_bytes,
             objects_max=objects_max,
             limits=limits,
+            keys=backend.keys,
         )
     except BaseException:
         backend.close()
@@ -68,11 +77,13 @@ def open_backend(url: str, *, capacity_bytes: int, free_space_floor_bytes: int =
     process, or this one, has it open, BackendError when the store cannot be read.
     """
     shared = _open_shared(url, capacity_bytes=capacity_bytes, floor_bytes=free_space_floor_bytes)
-    if shared is not None:
-        return shared
+    return shared if shared is not None else _open_own(url, capacity_bytes, free_space_floor_bytes, "")
+
+
+def _open_own(url: str, capacity_bytes: int, floor_bytes: int, encryption_keys: str) -> LmdbBackend | FileBackend:
     scheme, directory, settings = _parse(url)
     try:
-        return _open(scheme, directory, settings, capacity_bytes, free_space_floor_bytes)
+        return _open(scheme, directory, settings, capacity_bytes, floor_bytes, encryption_keys)
     except OSError as error:
         raise _not_writable(directory, error) from error
 
@@ -89,14 +100,20 @@ def _parse(url: str) -> tuple[str, Path, FileSettings]:
     return scheme, Path(path), parse_query(query)
 
 
-def _open(scheme: str, directory: Path, settings: FileSettings, capacity_bytes: int, floor_bytes: int) -> Backend:
+def _open(
+    scheme: str, directory: Path, settings: FileSettings, capacity_bytes: int, floor_bytes: int, encryption_keys: str
+) -> LmdbBackend | FileBackend:
     if scheme == "lmdb":
         from hicache.backends.lmdb_store import LmdbBackend
 
-        return LmdbBackend.open(directory, capacity_bytes=capacity_bytes, floor_bytes=floor_bytes)
+        return LmdbBackend.open(
+            directory, capacity_bytes=capacity_bytes, floor_bytes=floor_bytes, encryption_keys=encryption_keys
+        )
     from hicache.backends.file_store import FileBackend
 
-    backend = FileBackend.open(directory, capacity_bytes=capacity_bytes, settings=settings)
+    backend = FileBackend.open(
+        directory, capacity_bytes=capacity_bytes, settings=settings, encryption_keys=encryption_keys
+    )
     try:
         require_floor(directory, floor_bytes)
     except BaseException:

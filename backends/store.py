@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, islice
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -23,6 +24,9 @@ from hicache.backends.tenant_limits import StoreLimits
 from hicache.backends.tenant_usage import TenantUsage
 from hicache.errors import ConfigError
 from hicache.outcome import Outcome
+
+if TYPE_CHECKING:
+    from hicache.backends.tenant_keys import TenantKeys
 
 FREE_SPACE_FLOOR_BYTES = 256 << 20
 OBJECTS_MAX = 1 << 24  # unless the caller sets it: 2 GB of index
@@ -49,6 +53,7 @@ class ObjectStore:
         free_space_floor_bytes: int = FREE_SPACE_FLOOR_BYTES,
         objects_max: int = 0,
         limits: StoreLimits | None = None,
+        keys: TenantKeys | None = None,
         clock: Callable[[], float] = time.monotonic,
         wall_clock: Callable[[], float] = time.time,
     ) -> None:
@@ -60,6 +65,7 @@ class ObjectStore:
         """
         _check_settings(object_bytes_max, high_watermark, low_watermark, free_space_floor_bytes)
         self._backend = backend
+        self._keys = keys
         self._object_bytes_max = object_bytes_max
         self._capacity_bytes = backend.usage().capacity_bytes
         self._objects_max_set = objects_max
@@ -256,6 +262,14 @@ class ObjectStore:
                 continue
             settle = self._catalog.take_back if key in failed else self._catalog.removed
             settle(key, size_bytes, Cause.DELETED)
+
+    def forget_tenant(self, tenant: bytes) -> bool:
+        """Drop the key of the tenant with this digest: whatever is left of its objects, here or in a copy of the
+        medium, is read by nobody any more, and CORRUPT here. False without encryption, or where it has no key.
+
+        Deletes nothing. Raises OSError where that cannot be written down.
+        """
+        return self._keys is not None and self._keys.drop(tenant)
 
     def sweep(self) -> int:
         """Remove a bounded number of expired objects, and return it: ask again until it is 0. They are absent anyway.

@@ -7,6 +7,7 @@ import contextlib
 import itertools
 import logging
 import socket
+import ssl
 from collections.abc import Awaitable, Callable
 
 import structlog
@@ -121,8 +122,22 @@ async def readable(connection: socket.socket) -> None:
         loop.remove_reader(connection)
 
 
+async def writable(connection: socket.socket) -> None:
+    """Returns when something can be sent."""
+    loop = asyncio.get_running_loop()
+    ready = asyncio.Event()
+    loop.add_writer(connection, ready.set)
+    try:
+        await ready.wait()
+    finally:
+        loop.remove_writer(connection)
+
+
 async def say(connection: socket.socket, answer: bytes) -> None:
     """Sends a few bytes. A client that has gone, or does not read, misses them."""
     with contextlib.suppress(OSError, TimeoutError):
+        if isinstance(connection, ssl.SSLSocket):  # asyncio takes none, and a buffer that nothing was sent to has room
+            connection.send(answer)
+            return
         async with asyncio.timeout(HELLO_TIMEOUT_S):
             await asyncio.get_running_loop().sock_sendall(connection, answer)

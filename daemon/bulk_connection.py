@@ -6,14 +6,16 @@ import contextlib
 import fcntl
 import math
 import socket
+import ssl
 import struct
 import termios
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import wait as wait_for_any
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeVar
 
 from hicache.daemon.refusals import Refusal
@@ -26,6 +28,8 @@ T = TypeVar("T")
 PATIENCE_S = 5.0
 OVERTIME_S = 0.2  # after the deadline of a call, for its answer to be taken
 REFUSAL_BYTES_DRAINED_MAX = 64 << 20  # read after a refusal, so that it arrives before the end of the connection
+
+SMALL_BYTES = 4096  # copied together before they are encrypted
 
 _INT = struct.Struct("i")
 
@@ -54,6 +58,7 @@ class BulkConnection:
             if connection.family != socket.AF_UNIX:
                 connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket = connection
+        self._is_tls = isinstance(connection, ssl.SSLSocket)
         self._lock = threading.Lock()  # between ``end`` and ``close``: the number of a closed descriptor is another's
         self._over: Future[None] = Future()
         self._result = "cancelled"
@@ -124,16 +129,25 @@ class BulkConnection:
         return bytes(received)
 
     def available_bytes(self) -> int:
-        """How much has been sent and not been received; waits for at least one byte. Raises as ``receive``."""
-        with self._waiting_for_client(is_receiving=True):
-            self._receive_some(memoryview(bytearray(1)), socket.MSG_PEEK)
+        """How much has been sent and not been received; waits for at least one byte. Raises as ``receive``.
+
+        Over TLS that is what came encrypted, which is a little more.
+        """
+        decrypted_bytes = self._socket.pending() if isinstance(self._socket, ssl.SSLSocket) else 0
+        if not decrypted_bytes:
+            with self._waiting_for_client(is_receiving=True):
+                self._receive_checked(partial(socket.socket.recv_into, self._socket, bytearray(1), 1, socket.MSG_PEEK))
         count: int = _INT.unpack(fcntl.ioctl(self._socket, termios.FIONREAD, _INT.pack(0)))[0]
-        return max(1, count)
+        return max(1, decrypted_bytes + count)
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
         """Sends all of it."""
         with self._waiting_for_client(is_receiving=False):
             try:
+                if self._is_tls:
+                    for run in _runs(parts):
+                        self._socket.sendall(run)
+                    return
                 sent = self._socket.sendmsg(parts)
                 for part in parts:
                     if sent < len(part):
@@ -156,7 +170,7 @@ class BulkConnection:
     def discard_input(self) -> None:
         """Says that nothing more will be said, and reads on for a while: else the client might miss what was said."""
         with contextlib.suppress(OSError, ConnectionOver, Refusal), self._waiting_for_client(is_receiving=True):
-            self._socket.shutdown(socket.SHUT_WR)
+            socket.socket.shutdown(self._socket, socket.SHUT_WR)
             buffer = memoryview(bytearray(64 * 1024))
             left = REFUSAL_BYTES_DRAINED_MAX
             while left > 0:
@@ -173,8 +187,14 @@ class BulkConnection:
             self._waiting_since_s = math.inf
 
     def _receive_some(self, buffer: memoryview, flags: int) -> int:
+        """``flags`` are for sockets without TLS, which returns what is in one record, 16 KiB at most."""
+        if self._is_tls:
+            return self._receive_checked(partial(self._socket.recv_into, buffer))
+        return self._receive_checked(partial(self._socket.recv_into, buffer, 0, flags))
+
+    def _receive_checked(self, receive: Callable[[], int]) -> int:
         try:
-            count = self._socket.recv_into(buffer, 0, flags)
+            count = receive()
         except OSError as error:
             raise ConnectionOver(self._result) from error
         if count == 0:
@@ -184,5 +204,20 @@ class BulkConnection:
         return count
 
     def _shut(self, how: int) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(how)
+        with contextlib.suppress(OSError):  # that of SSLSocket would take the state of TLS from under its thread
+            socket.socket.shutdown(self._socket, how)
+
+
+def _runs(parts: Sequence[bytes | memoryview]) -> Iterator[bytes | bytearray | memoryview]:
+    """What is sent together: each becomes a record of its own, and small ones cost as much as large ones."""
+    small = bytearray()
+    for part in parts:
+        if len(part) < SMALL_BYTES:
+            small += part
+            continue
+        if small:
+            yield small
+            small = bytearray()
+        yield part
+    if small:
+        yield small

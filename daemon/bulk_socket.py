@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import logging
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
@@ -13,10 +14,13 @@ from collections.abc import Callable
 from hicache.daemon.acceptor import HELLO_TIMEOUT_S, Acceptor, readable, say
 from hicache.daemon.bulk_calls import BulkCalls, refused
 from hicache.daemon.bulk_connection import BulkConnection
+from hicache.daemon.handshakes import Handshakes, is_plain
+from hicache.daemon.peers import PeerTickets
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session, Sessions
+from hicache.daemon.tls import ServerTls
 from hicache.notices import Notices
-from hicache.wire.bulk import BULK_HELLO, BULK_MAGIC
+from hicache.wire.bulk import BULK_ACCEPTED, BULK_HELLO, BULK_MAGIC, PEER_MAGIC
 from hicache.wire.protocol import RefusalCode
 
 WATCH_S = 0.1  # how often connections are looked at
@@ -29,11 +33,24 @@ class BulkSocket:
     are not joined at the end of the process: one that waits for a stuck store does not hold it up.
     """
 
-    def __init__(self, listeners: list[socket.socket], sessions: Sessions, calls: BulkCalls) -> None:
-        """``listeners`` are bound and listening, and stay the caller's."""
+    def __init__(
+        self,
+        listeners: list[socket.socket],
+        sessions: Sessions,
+        calls: BulkCalls,
+        *,
+        tls: ServerTls | None = None,
+        peer_tickets: PeerTickets | None = None,
+    ) -> None:
+        """``listeners`` are bound and listening, and stay the caller's. ``tls`` is for those of TCP."""
         self._sessions = sessions
         self._calls = calls
-        self._acceptors = [Acceptor("bulk", listener, self._serve) for listener in listeners]
+        self._tickets = peer_tickets or PeerTickets()
+        self._handshakes = None if tls is None else Handshakes(tls)
+        self._acceptors = [
+            Acceptor("bulk", listener, self._serve if is_plain(listener, tls) else self._serve_over_tls)
+            for listener in listeners
+        ]
         self._notices = Notices(logging.getLogger(__name__))
         self._watching: asyncio.Task[None] | None = None
 
@@ -57,6 +74,8 @@ class BulkSocket:
             await asyncio.gather(self._watching, return_exceptions=True)
         for session in self._sessions:
             session.end_connections()
+        if self._handshakes is not None:
+            self._handshakes.close()
 
     async def _watch(self) -> None:
         """Ends what its client keeps waiting, or what is past its deadline."""
@@ -69,16 +88,47 @@ class BulkSocket:
 
     async def _serve(self, connection: socket.socket, introduced: Callable[[], None]) -> None:
         """Reads the hello, and leaves the rest to a thread."""
-        loop = asyncio.get_running_loop()
+        session = await self._session_of(connection, introduced)
+        if session is not None:
+            self._start_thread(session, socket.socket(fileno=connection.detach()))
+
+    async def _serve_over_tls(self, connection: socket.socket, introduced: Callable[[], None]) -> None:
+        assert self._handshakes is not None, "there is a certificate"
         try:
-            session = await self._session_of(connection)
+            async with asyncio.timeout(HELLO_TIMEOUT_S):
+                secure = await self._handshakes.shake(connection)
+        except (OSError, TimeoutError) as error:  # ssl.SSLError is an OSError
+            self._notices.warning("tls", "a bulk connection ended in its TLS handshake: %s", repr(error))
+            return
+        session: Session | None = None
+        try:
+            session = await self._session_of(secure, introduced)
+        finally:
+            if session is None:
+                secure.close()
+        if session is not None:
+            self._start_thread(session, secure)
+
+    async def _session_of(self, connection: socket.socket, introduced: Callable[[], None]) -> Session | None:
+        """The session of a new connection, with room for it; None: the connection has its answer, and is over."""
+        try:
+            magic, secret = await self._hello_of(connection)
+            if magic == PEER_MAGIC:
+                await say(connection, BULK_ACCEPTED + self._tickets.issue(connection))
+                return None
+            session = self._sessions.find(secret)
             introduced()
             session.check_room_for_connection()
         except Refusal as refusal:
             self._notices.warning("refused", "a bulk connection was refused: %s", refusal)
             await say(connection, refused(refusal))
-            return
-        bulk = BulkConnection(socket.socket(fileno=connection.detach()))
+            return None
+        return session
+
+    def _start_thread(self, session: Session, connection: socket.socket) -> None:
+        """Takes ``connection`` over."""
+        loop = asyncio.get_running_loop()
+        bulk = BulkConnection(connection)
         session.connect(bulk)
 
         def serve() -> None:
@@ -93,17 +143,17 @@ class BulkSocket:
             bulk.close()
             raise
 
-    async def _session_of(self, connection: socket.socket) -> Session:
-        """The session that the connection's hello names. Raises Refusal."""
+    async def _hello_of(self, connection: socket.socket) -> tuple[bytes, bytes]:
+        """Magic and secret. Raises Refusal."""
         try:
             async with asyncio.timeout(HELLO_TIMEOUT_S):
                 hello = await _receive_hello(connection)
         except TimeoutError as error:
             raise Refusal(RefusalCode.MALFORMED, f"no complete hello within {HELLO_TIMEOUT_S:g} s") from error
         magic, secret = BULK_HELLO.unpack(hello)
-        if magic != BULK_MAGIC:
+        if magic not in (BULK_MAGIC, PEER_MAGIC):
             raise Refusal(RefusalCode.MALFORMED, "this is the bulk socket of hicached, and that was no hello")
-        return self._sessions.find(secret)
+        return magic, secret
 
 
 async def _receive_hello(connection: socket.socket) -> bytes:
@@ -111,7 +161,7 @@ async def _receive_hello(connection: socket.socket) -> bytes:
     while len(received) < BULK_HELLO.size:
         try:
             part = connection.recv(BULK_HELLO.size - len(received))
-        except BlockingIOError:
+        except (BlockingIOError, ssl.SSLWantReadError):
             await readable(connection)
             continue
         except OSError as error:

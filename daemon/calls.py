@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterable, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Never, Protocol
 
 import grpc
 import structlog
+from google.protobuf.message import DecodeError
 
 from hicache.daemon.call_tally import LASTING_METHODS
 from hicache.daemon.metrics import Metrics
 from hicache.daemon.refusals import Refusal
 from hicache.tracing import NoTracer, Span, tracer
+from hicache.wire.protocol import RefusalCode
 
 # Part of the client's time is kept for the way back, so that an answer with outcomes arrives instead of a bare
 # DEADLINE_EXCEEDED: a tenth of it, within these bounds.
@@ -23,6 +25,25 @@ REPLY_MARGIN_S_MAX = 0.1
 
 # A status waits behind what its client has not read yet; after this the call ends without it.
 STATUS_S = 1.0
+
+STATUS_OF = {
+    RefusalCode.BAD_TOKEN: grpc.StatusCode.UNAUTHENTICATED,
+    RefusalCode.UNKNOWN_SESSION: grpc.StatusCode.UNAUTHENTICATED,
+    RefusalCode.PROTOCOL_VERSION: grpc.StatusCode.FAILED_PRECONDITION,
+    RefusalCode.BAD_NAMESPACE: grpc.StatusCode.FAILED_PRECONDITION,
+    RefusalCode.KEY_HASH_NOT_ALLOWED: grpc.StatusCode.FAILED_PRECONDITION,
+    RefusalCode.DEPLOYMENT_MISMATCH: grpc.StatusCode.FAILED_PRECONDITION,
+    RefusalCode.MALFORMED: grpc.StatusCode.INVALID_ARGUMENT,
+    RefusalCode.BATCH_TOO_LARGE: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RefusalCode.TOO_MANY_SESSIONS: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RefusalCode.TOO_MANY_CALLS: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RefusalCode.RATE_LIMITED: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    RefusalCode.NOT_SUPPORTED: grpc.StatusCode.UNIMPLEMENTED,
+    RefusalCode.UNKNOWN_REGION: grpc.StatusCode.FAILED_PRECONDITION,
+    RefusalCode.BAD_STREAM: grpc.StatusCode.INVALID_ARGUMENT,
+    RefusalCode.DRAINING: grpc.StatusCode.UNAVAILABLE,
+    RefusalCode.SHUTTING_DOWN: grpc.StatusCode.UNAVAILABLE,
+}
 
 log = structlog.get_logger("hicache.daemon.calls")
 
@@ -54,6 +75,10 @@ class CallContext(Protocol):
         """Where the client is: ``unix:...`` or ``ipv4:...``."""
         ...
 
+    def auth_context(self) -> Mapping[str, Iterable[bytes]]:
+        """What TLS has found out about the client; ``peer_uri`` has the URIs of its certificate."""
+        ...
+
 
 class Calls:
     """Wraps the methods of the service."""
@@ -70,12 +95,13 @@ class Calls:
         with self._span(method, context) as span, self._metrics.tally.call(method) as result, self._counted(method):
             try:
                 yield deadline_after(context.time_remaining(), self._call_timeout_s_max)
-            except Refusal as refusal:
+            except (Refusal, DecodeError) as error:
+                refusal = error if isinstance(error, Refusal) else _not_a_message()
                 result.name = refusal.code
                 if method == "Session":
                     self._metrics.session_refusals.labels(code=refusal.code).inc()
                 log.debug("call refused", method=method, reason=str(refusal))
-                await _end(context, refusal.status, str(refusal))
+                await _end(context, STATUS_OF[refusal.code], str(refusal))
             except TimeoutError:
                 result.name = "deadline"
                 await _end(context, grpc.StatusCode.DEADLINE_EXCEEDED, "not done in time")
@@ -115,6 +141,11 @@ class Calls:
             yield
         finally:
             self.active_count -= 1
+
+
+def _not_a_message() -> Refusal:
+    """For what came in a stream and could not be read. In other calls gRPC answers that itself."""
+    return Refusal(RefusalCode.MALFORMED, "what was sent is no message of this protocol")
 
 
 def deadline_after(remaining_s: float | None, call_timeout_s_max: float) -> float:

@@ -20,6 +20,10 @@ EXIT_STOPPED = 0
 EXIT_FAILED = 1  # the storage or the socket cannot be used, or the stop was not clean
 EXIT_CONFIG = 2
 
+# gRPC has no setting for a version of TLS. This suite of TLS 1.2 needs a key that both sides share beforehand, which
+# no client has: what is left is TLS 1.3.
+GRPC_CIPHER_SUITES = "ECDHE-PSK-AES128-CBC-SHA"
+
 Command = TypeVar("Command", bound=Callable[..., Any])  # Any: what click decorates
 
 
@@ -58,6 +62,7 @@ def main(config_file: str | None, print_config: bool, **flags: str | None) -> No
 def _run(config: DaemonConfig, reread: Callable[[], DaemonConfig]) -> bool:
     # Read by gRPC when it is imported, below: its own lines would bury the one that explains a failed start.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
+    os.environ["GRPC_SSL_CIPHER_SUITES"] = GRPC_CIPHER_SUITES
     from prometheus_client import disable_created_metrics
 
     from hicache.daemon.process import serve

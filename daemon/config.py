@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import ipaddress
 import json
 import os
 import tomllib
@@ -45,6 +46,8 @@ KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 
+FILE_BYTES_MAX = MIB  # of the configuration
+
 # The left bound must not exceed the right one: what one lets through, the other could never.
 _AT_MOST = (
     ("object_bytes_max", "batch_bytes_max"),
@@ -73,6 +76,19 @@ class DaemonConfig:
     bulk_listen: str = _setting(
         "", tcp_address, "TCP address of the bulk socket; empty: host of listen and the next port; needs listen"
     )
+    listen_plaintext: bool = _setting(
+        False,
+        flag,
+        "listen without TLS at an address that other machines reach: tokens and bytes can be read on the way",
+    )
+    tls_certificate: str = _setting(
+        "", secret_file, "PEM file: certificate chain for listen and bulk_listen; empty: no TLS"
+    )
+    tls_key: str = _setting("", secret_file, "PEM file: private key of tls_certificate")
+    tls_client_ca: str = _setting("", secret_file, "PEM file: CAs of the certificates that clients need")
+    tls_clients: str = _setting(
+        "certificate", choice("certificate", "token"), "what clients over TLS show: a certificate too, or a token alone"
+    )
     http: str = _setting(
         "127.0.0.1:9470",
         tcp_or_unix_address,
@@ -86,6 +102,9 @@ class DaemonConfig:
     free_space_floor_bytes: int = _setting(GIB, size(0), "free space on the medium below which nothing is stored")
     objects_max: int = _setting(
         0, count(0, 1 << 30), "most objects, 120 bytes of memory each; 0: what the capacity holds, 2^24 at most"
+    )
+    encryption_keys: str = _setting(
+        "", secret_file, "file with the keys that stored objects are encrypted under; empty: plain"
     )
     file_shared: bool = _setting(False, flag, "several daemons use the directory of the file backend at a time")
     file_fsync: bool = _setting(False, flag, "the file backend acknowledges what is on the medium only")
@@ -103,6 +122,7 @@ class DaemonConfig:
     tenants_file: str = _setting(
         "", secret_file, "tenants and their tokens; empty: one tenant, default, without a token"
     )
+    operators_file: str = _setting("", secret_file, "who may use the admin API beside root and the daemon's user")
     quota_bytes: int = _setting(0, PARSERS["quota_bytes"], "space of each tenant, as stored; 0: no quota")
     quota_objects: int = _setting(0, PARSERS["quota_objects"], "objects of each tenant; 0: no quota")
     ttl_s: float = _setting(0.0, PARSERS["ttl_s"], "how long an unused object is kept; 0: until it is evicted")
@@ -264,7 +284,10 @@ def to_toml(config: DaemonConfig) -> str:
 def _read_toml(file: str) -> dict[str, object]:
     try:
         with open(file, "rb") as source:
-            return tomllib.load(source)
+            raw = source.read(FILE_BYTES_MAX + 1)
+        if len(raw) > FILE_BYTES_MAX:
+            raise ConfigError("config", file, f"a file of at most {FILE_BYTES_MAX} bytes")
+        return tomllib.loads(raw.decode())
     except OSError as error:
         raise ConfigError("config", file, f"a readable file ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
@@ -307,6 +330,10 @@ def _check_together(config: DaemonConfig) -> None:
             "listen", config.listen, 'tenants_file to be set as well (a TCP port is open to others), or listen = ""'
         )
     _check_bulk_listen(config)
+    _check_tls(config)
+    if config.encryption_keys and config.is_shared:
+        expected = '"", since other daemons that share the store would go on with a key that is dropped here'
+        raise ConfigError("encryption_keys", config.encryption_keys, expected)
     for lower, upper in _AT_MOST:
         _check_at_most(config, lower, upper)
     _check_at_most(config, "tenant_sessions_max", "sessions_max")
@@ -320,6 +347,35 @@ def _check_together(config: DaemonConfig) -> None:
             f"so few keys that a message stays within {MESSAGE_BYTES_MAX} bytes",
         )
     _check_paths(config)
+
+
+def _check_tls(config: DaemonConfig) -> None:
+    files = {name: getattr(config, name) for name in ("tls_certificate", "tls_key", "tls_client_ca")}
+    if not config.tls_certificate:
+        for name, file in files.items():
+            if file:
+                raise ConfigError(name, file, f'tls_certificate to be set as well, or {name} = ""')
+        addresses = {"listen": config.listen_address, "bulk_listen": config.bulk_listen_address}
+        for name, address in addresses.items():
+            if (
+                address is not None
+                and not ipaddress.ip_address(address.host).is_loopback
+                and not config.listen_plaintext
+            ):
+                expected = "tls_certificate and tls_key to be set, a loopback address, or listen_plaintext = true"
+                raise ConfigError(name, str(address), expected)
+        return
+    if not config.listen:
+        raise ConfigError(
+            "tls_certificate", config.tls_certificate, 'listen to be set as well, or tls_certificate = ""'
+        )
+    if config.listen_plaintext:
+        raise ConfigError("listen_plaintext", True, "false where there is a tls_certificate")
+    if not config.tls_key:
+        raise ConfigError("tls_key", "", "the PEM file with the private key of tls_certificate")
+    if bool(config.tls_client_ca) != (config.tls_clients == "certificate"):
+        expected = "the PEM file of the CAs of clients, or tls_clients = 'token' and no tls_client_ca"
+        raise ConfigError("tls_client_ca", config.tls_client_ca, expected)
 
 
 def _check_bulk_listen(config: DaemonConfig) -> None:

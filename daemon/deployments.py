@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -84,7 +85,7 @@ def read_membership(name: str, descriptor: Descriptor, salt_fingerprint: bytes) 
 
 def _differences(first: Membership, other: Membership) -> list[str]:
     differences = differing_fields(first.descriptor, other.descriptor)
-    if first.salt_fingerprint != other.salt_fingerprint:
+    if not hmac.compare_digest(first.salt_fingerprint, other.salt_fingerprint):
         differences.append("salt: another one")
     return differences
 

@@ -16,6 +16,7 @@ from hicache.daemon.service import HiCachedService
 from hicache.daemon.sessions import CALLS_PER_SESSION_MAX, Sessions
 from hicache.daemon.settings import HostPort
 from hicache.daemon.socket_lock import check_tcp_free, created_with_mode, remove_stale_socket
+from hicache.daemon.tls import ServerTls
 from hicache.errors import ConfigError
 from hicache.wire.hicached_pb2_grpc import HiCachedServicer, add_HiCachedServicer_to_server
 from hicache.wire.protocol import MESSAGE_BYTES_MAX, server_options
@@ -39,6 +40,7 @@ class GrpcServer:
         service: HiCachedService,
         sessions: Sessions,
         listeners: Listeners,
+        tls: ServerTls | None = None,
     ) -> None:
         self._config = config
         self._listeners = listeners
@@ -46,6 +48,7 @@ class GrpcServer:
         self._own_sockets: list[str] = []
         self._service = service
         self._sessions = sessions
+        self._tls = tls
         self._server: grpc.aio.Server | None = None
 
     async def start(self) -> str:
@@ -89,11 +92,18 @@ class GrpcServer:
         self._own_sockets.append(path)
         os.chmod(path, self._config.socket_mode_bits)
 
-    def _bind_relayed(self, server: grpc.aio.Server, setting: str, passed: socket.socket, inner: str) -> None:
+    def _bind_relayed(
+        self,
+        server: grpc.aio.Server,
+        setting: str,
+        passed: socket.socket,
+        inner: str,
+        tls: ServerTls | None = None,
+    ) -> None:
         """Serves ``passed`` by way of ``inner``, a Unix socket that nobody else may open."""
         remove_stale_socket("socket", inner)
         with created_with_mode(0o600):
-            _bind(server, setting, f"unix:{inner}")
+            _bind(server, setting, f"unix:{inner}", tls)
         self._own_sockets.append(inner)
         passed.listen(BACKLOG)
         relay = Relay(setting, passed, inner)
@@ -105,10 +115,10 @@ class GrpcServer:
             return ""
         passed = self._listeners.passed("listen", str(address))
         if passed is not None:
-            self._bind_relayed(server, "listen", passed, self._config.socket + ".tcp")
+            self._bind_relayed(server, "listen", passed, self._config.socket + ".tcp", self._tls)
             return str(HostPort(*passed.getsockname()[:2]))
         check_tcp_free("listen", address.host, address.port)
-        port = _bind(server, "listen", str(address))
+        port = _bind(server, "listen", str(address), self._tls)
         return str(HostPort(address.host, port))
 
 
@@ -121,10 +131,13 @@ def _bounds_on_strangers(sessions_max: int) -> list[tuple[str, int]]:
     ]
 
 
-def _bind(server: grpc.aio.Server, setting: str, address: str) -> int:
+def _bind(server: grpc.aio.Server, setting: str, address: str, tls: ServerTls | None = None) -> int:
     """The bound port. Old versions of gRPC return 0 where newer ones raise."""
     try:
-        port = server.add_insecure_port(address)
+        if tls is None:
+            port = server.add_insecure_port(address)
+        else:
+            port = server.add_secure_port(address, tls.grpc_credentials())
     except RuntimeError as error:
         raise ConfigError(setting, address, f"an address that can be bound ({error})") from error
     if port == 0:

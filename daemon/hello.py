@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,9 +13,11 @@ from hicache.daemon.config import DaemonConfig
 from hicache.daemon.deployments import Deployments, read_membership
 from hicache.daemon.namespaces import KnownNamespaces, check_key_hash, read_descriptor
 from hicache.daemon.object_class import classes_of
+from hicache.daemon.peers import PeerTickets
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session, Sessions
 from hicache.daemon.tenants import Tenant, Tenants
+from hicache.daemon.tls import certified_tenant
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.protocol import KEY_BYTES_MAX, PROTOCOL_VERSION, RefusalCode
 
@@ -35,12 +37,19 @@ class Hellos:
     """Turns hellos into sessions. Event loop only."""
 
     def __init__(
-        self, config: DaemonConfig, identity: Identity, tenants: Tenants, sessions: Sessions, names: NamespaceNames
+        self,
+        config: DaemonConfig,
+        identity: Identity,
+        tenants: Tenants,
+        sessions: Sessions,
+        names: NamespaceNames,
+        peer_tickets: PeerTickets,
     ) -> None:
         self._config = config
         self._identity = identity
         self._tenants = tenants
         self._sessions = sessions
+        self._peer_tickets = peer_tickets
         self._names = names
         self.namespaces = KnownNamespaces()
         self._deployments = Deployments()
@@ -51,15 +60,20 @@ class Hellos:
         return self._tenants.count
 
     @contextmanager
-    def welcomed(self, hello: pb.Hello, *, peer: str) -> Iterator[tuple[Session, pb.Welcome]]:
-        """The session behind a hello, and the answer to it; it ends with the context. Raises Refusal."""
+    def welcomed(
+        self, hello: pb.Hello, *, peer: str, certified_names: Sequence[str] = ()
+    ) -> Iterator[tuple[Session, pb.Welcome]]:
+        """The session behind a hello, and the answer to it; it ends with the context. Raises Refusal.
+
+        ``certified_names`` are the URIs in the certificate of the client.
+        """
         if hello.protocol_version != PROTOCOL_VERSION:
             raise Refusal(
                 RefusalCode.PROTOCOL_VERSION,
                 f"the client speaks version {hello.protocol_version}, hicached {self._identity.version} speaks "
                 f"version {PROTOCOL_VERSION}",
             )
-        authenticate = partial(self._tenants.authenticate, hello.token)
+        authenticate = self._proof_of(hello, certified_names)
         tenant = authenticate()
         descriptor = read_descriptor(hello.namespace_descriptor, hello.namespace_digest)
         check_key_hash(descriptor, self._tenants)
@@ -80,6 +94,15 @@ class Hellos:
     def _note_use(self, tenant: Tenant, hello: pb.Hello) -> None:
         """An engine of this namespace is here, or was until now."""
         self._names.meet(tenant.digest, hello.namespace_digest, hello.namespace_descriptor, now_s=time.time())
+
+    def _proof_of(self, hello: pb.Hello, certified_names: Sequence[str]) -> Callable[[], Tenant]:
+        """Says whose session this is, as often as it is asked: a ticket is good for one time only. Raises Refusal."""
+        try:
+            certified = certified_tenant(certified_names)
+        except ValueError as error:
+            raise Refusal(RefusalCode.BAD_TOKEN, str(error)) from error
+        peer = self._peer_tickets.redeem(hello.peer_ticket) if hello.peer_ticket else None
+        return partial(self._tenants.authenticate, hello.token, peer=peer, certified=certified)
 
     def _welcome(self, session: Session, secret: bytes, differences: list[str], *, is_local: bool) -> pb.Welcome:
         return pb.Welcome(

@@ -26,6 +26,7 @@ from hicache.daemon.memory_socket import STRANGE_QUEUE_MAX, MemorySocket
 from hicache.daemon.metrics import BackendNumbers, Metrics, Readings
 from hicache.daemon.miss_watch import MissWatch
 from hicache.daemon.page import Page
+from hicache.daemon.peers import PeerTickets
 from hicache.daemon.probes import Probes
 from hicache.daemon.rates import TenantRates
 from hicache.daemon.readings import (
@@ -47,6 +48,7 @@ from hicache.daemon.stopping import Stopping
 from hicache.daemon.storage import STUCK_S, Storage, Store
 from hicache.daemon.tenant_bounds import inflight_budgets, region_budget, tenant_sessions_max
 from hicache.daemon.tenants import Tenants
+from hicache.daemon.tls import ServerTls
 from hicache.daemon.transfers import Transfers
 from hicache.daemon.upkeep import Upkeep
 from hicache.workers import QueueFull, Workers
@@ -209,6 +211,9 @@ def start_bulk(
     transfers: Transfers,
     metrics: Metrics,
     stages: AsyncExitStack,
+    *,
+    tls: ServerTls | None,
+    peer_tickets: PeerTickets,
 ) -> tuple[BulkSocket, HostPort | None]:
     """The bulk socket, and its TCP address with its real port if it has one."""
     sockets = [listeners.unix("bulk", config.bulk_socket, backlog=BACKLOG)]
@@ -217,7 +222,7 @@ def start_bulk(
         sockets.append(listeners.tcp("bulk_listen", address, backlog=BACKLOG))
         address = HostPort(*sockets[1].getsockname()[:2])
     calls = BulkCalls(config, sessions=sessions, transfers=transfers, metrics=metrics)
-    bulk = BulkSocket(sockets, sessions, calls)
+    bulk = BulkSocket(sockets, sessions, calls, tls=tls, peer_tickets=peer_tickets)
     bulk.start()
     stages.push_async_callback(bulk.stop)
     return bulk, address

@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping
 import structlog
 
 from hicache.daemon.config import DaemonConfig
+from hicache.daemon.dumps import keep_memory_out_of_dumps
 from hicache.daemon.early_signals import answer_signals
 from hicache.daemon.process_limits import check_limits
 from hicache.daemon.server import Daemon
@@ -28,6 +29,7 @@ async def serve(
     On SIGHUP the daemon takes what ``reread`` says.
     """
     check_limits(config)
+    keep_memory_out_of_dumps()
     daemon = Daemon(config, environment=environment, reread=reread)
     reload_wanted = asyncio.Event()
     _catch_signals(stop=lambda: daemon.drain.begin(within_s=daemon.drain_s), reload=reload_wanted.set)

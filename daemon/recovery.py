@@ -79,6 +79,7 @@ def _open_store(config: DaemonConfig, limits: StoreLimits) -> OpenedStore:
         free_space_floor_bytes=config.free_space_floor_bytes,
         objects_max=config.objects_max,
         limits=limits,
+        encryption_keys=config.encryption_keys,
     )
     return OpenedStore(store, store.store_id, StoreNumbers.of(store))
 

@@ -38,6 +38,7 @@ from hicache.daemon.parts import (
     start_status,
     start_storage,
 )
+from hicache.daemon.peers import PeerTickets
 from hicache.daemon.probes import Probes
 from hicache.daemon.readings import StoreSnapshot
 from hicache.daemon.recorder import Recorders
@@ -53,6 +54,7 @@ from hicache.daemon.storage import Storage, Store
 from hicache.daemon.tenant_bounds import chunk_bytes_ceiling, store_limits
 from hicache.daemon.tenant_reload import TenantReload
 from hicache.daemon.tenants import Tenants
+from hicache.daemon.tls import ServerTls
 from hicache.daemon.transfers import Transfers
 from hicache.daemon.version import daemon_version
 from hicache.daemon.watch import Watches
@@ -90,7 +92,8 @@ class Daemon:
         self._storage: Storage | None = None
         self._snapshot: StoreSnapshot | None = None
         self.metrics = Metrics(version=daemon_version(), backend=config.backend, tenants_max=config.metrics_tenants_max)
-        self.admin = AdminApi(Authority(), state=lambda: self._readiness)
+        self._authority = Authority()
+        self.admin = AdminApi(self._authority, state=lambda: self._readiness)
         self._reporter = StatusReporter(
             version=daemon_version(),
             backend=config.backend,
@@ -108,6 +111,8 @@ class Daemon:
         config, stages = self._config, self._stages
         tenants = Tenants.load(config.tenants_file, defaults=config.tenant_defaults)
         limits = store_limits(config, tenants)
+        tls, peer_tickets = ServerTls.of(config), PeerTickets()
+        self._authority.learn(config, tenants)
         lock_socket(config, stages)
         if config.ready_file:
             remove_ready_file(config.ready_file)
@@ -129,20 +134,23 @@ class Daemon:
         sessions = make_sessions(config, storage, tenants, self.metrics)
         start_memory_socket(config, listeners, sessions, self.metrics, stages)
         transfers = Transfers(storage, self.metrics, chunk_bytes_ceiling=chunk_bytes_ceiling(config))
-        bulk, bulk_listen = start_bulk(config, listeners, sessions, transfers, self.metrics, stages)
+        bulk, bulk_listen = start_bulk(
+            config, listeners, sessions, transfers, self.metrics, stages, tls=tls, peer_tickets=peer_tickets
+        )
         identity = Identity(daemon_version(), opened.store_id, bulk_listen.port if bulk_listen else 0)
         recorders = Recorders()
         open_recorder(config, recorders, stages)
-        hellos = Hellos(config, identity, tenants, sessions, names)
+        hellos = Hellos(config, identity, tenants, sessions, names, peer_tickets)
         background = serve_store_verbs(self.admin, config, storage, tenants, sessions, names, stages)
         serve_trace_verb(self.admin, recorders)
         service = self._make_service(hellos, sessions, storage, recorders)
-        server = GrpcServer(config, service, sessions, listeners)
+        server = GrpcServer(config, service, sessions, listeners, tls)
         stages.push_async_callback(server.stop)
         listen = await server.start()
         listeners.check_all_used()
         self.drain.watch(sessions, busy_calls=lambda: service.busy_count + bulk.busy_count)
-        self._start_reloader([TenantReload(tenants, sessions, storage.store)], storage.store)
+        parts: list[Reloadable] = [TenantReload(tenants, sessions, storage.store), self._authority]
+        self._start_reloader(parts if tls is None else [*parts, tls], storage.store)
         TenantVerbs(self.reloader, storage, tenants, sessions, names, background).serve(self.admin)
         self._reporter.serve_from(Parts(storage, sessions, tenants, hellos.namespaces, transfers.slowest))
         return self._announce(Ready(os.getpid(), config.socket, listen, str(bulk_listen or ""), http))

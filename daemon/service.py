@@ -63,7 +63,8 @@ class HiCachedService:
         """Hello, Welcome, and then silence until either side ends the session."""
         async with self._calls.frame("Session", context):
             hello = await self._read_hello(context)
-            with self._hellos.welcomed(hello, peer=context.peer()) as (session, welcome):
+            names = [name.decode(errors="replace") for name in context.auth_context().get("peer_uri", ())]
+            with self._hellos.welcomed(hello, peer=context.peer(), certified_names=names) as (session, welcome):
                 await context.write(pb.SessionEvent(welcome=welcome))
                 await self._until_end(context, session)
 

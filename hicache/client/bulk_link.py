@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import select
 import socket
+import ssl
 import struct
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 
 from hicache.client.fault import NEVER_SENT, Fault, FaultKind, refusal_fault
+from hicache.client.tls import TlsFiles, TlsUnusable
 from hicache.wire.bulk import (
     BULK_ACCEPTED,
     BULK_CONNECTIONS_PER_SESSION_MAX,
@@ -17,7 +22,11 @@ from hicache.wire.bulk import (
     BULK_MAGIC,
     BULK_REASON,
     BULK_SOCKET_BUFFER_BYTES,
+    PEER_MAGIC,
 )
+from hicache.wire.protocol import SECRET_BYTES
+
+PEER_TICKET_S = 1.0
 
 LeftS = Callable[[], float]  # time left for a call; not above 0 when it is over
 
@@ -61,6 +70,8 @@ class BulkLink:
             connection.setsockopt(socket.SOL_SOCKET, option, BULK_SOCKET_BUFFER_BYTES)
         if connection.family != socket.AF_UNIX:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if isinstance(connection, ssl.SSLSocket):
+            connection.setblocking(False)  # it knows no limit for a whole part: see ``_within``
 
     def say_hello(self, secret: bytes, *, left_s: LeftS) -> None:
         """Begin. Raises BulkRefused too."""
@@ -69,6 +80,11 @@ class BulkLink:
 
     def send(self, part: bytes | memoryview, *, left_s: LeftS) -> None:
         """Send all of it."""
+        if isinstance(self._socket, ssl.SSLSocket):
+            left = memoryview(part)
+            while left:
+                left = left[self._within(left_s, partial(self._socket.send, left)) :]
+            return
         self._socket.settimeout(_positive(left_s()))
         self._socket.sendall(part)
 
@@ -76,7 +92,7 @@ class BulkLink:
         """Fill all of the buffers, one after another."""
         missing = [part for part in parts if len(part)]
         while missing:
-            count = self._receive_some(missing, timeout_s=_positive(left_s()))
+            count = self._receive_some(missing, left_s=left_s)
             if count == 0:
                 raise ConnectionResetError("hicached closed the bulk connection")
             while missing and count >= len(missing[0]):
@@ -99,15 +115,32 @@ class BulkLink:
 
     def shut(self) -> None:
         """Wake whoever waits for something on it. Thread-safe."""
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+        with contextlib.suppress(OSError):  # that of SSLSocket would take the state of TLS from under its user
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
 
     def close(self) -> None:
         """Hang up."""
         self._socket.close()
 
-    def _receive_some(self, parts: Sequence[memoryview], *, timeout_s: float) -> int:
-        """As much as comes in time: the kernel waits for all of it in one call."""
+    def _within(self, left_s: LeftS, step: Callable[[], int]) -> int:
+        """What a step of TLS returns as soon as it can be taken. Raises TimeoutError."""
+        while True:
+            try:
+                return step()
+            except ssl.SSLWantReadError:
+                wanted = select.POLLIN
+            except ssl.SSLWantWriteError:
+                wanted = select.POLLOUT
+            poll = select.poll()
+            poll.register(self._socket, wanted)
+            if not poll.poll(max(1, round(_positive(left_s()) * 1000))):
+                raise TimeoutError("nothing moved in time")
+
+    def _receive_some(self, parts: Sequence[memoryview], *, left_s: LeftS) -> int:
+        """As much as comes in time: the kernel waits for all of it in one call, TLS for one record."""
+        if isinstance(self._socket, ssl.SSLSocket):
+            return self._within(left_s, partial(self._socket.recv_into, parts[0]))
+        timeout_s = _positive(left_s())
         self._socket.settimeout(None)
         seconds = int(timeout_s)
         timeout = _TIMEVAL.pack(seconds, max(1, int((timeout_s - seconds) * 1e6)))
@@ -121,10 +154,11 @@ class BulkLink:
 class BulkLinks:
     """The connections of one session. Thread-safe."""
 
-    def __init__(self, address: str | tuple[str, int], secret: bytes) -> None:
+    def __init__(self, address: str | tuple[str, int], secret: bytes, *, tls: TlsFiles | None = None) -> None:
         """``address`` is the path of a Unix socket, or host and port. Connects when a call needs a connection."""
         self._address = address
         self._secret = secret
+        self._tls = tls
         self._changed = threading.Condition()
         self._idle: list[BulkLink] = []
         self._busy: set[BulkLink] = set()
@@ -183,7 +217,7 @@ class BulkLinks:
     def _connect(self, *, left_s: LeftS) -> BulkLink:
         link = None
         try:
-            link = BulkLink(_connected(self._address, timeout_s=_positive(left_s())))
+            link = BulkLink(_connected(self._address, self._tls, timeout_s=_positive(left_s())))
             link.say_hello(self._secret, left_s=left_s)
         except BaseException:
             if link is not None:
@@ -211,9 +245,27 @@ class BulkLinks:
             self._changed.notify_all()
 
 
-def _connected(address: str | tuple[str, int], *, timeout_s: float) -> socket.socket:
+def peer_ticket(path: str) -> bytes:
+    """What the daemon behind a Unix socket gives to say whose process this is; empty where it gives nothing."""
+    with contextlib.suppress(OSError, BulkRefused):
+        link = BulkLink(_connected(path, None, timeout_s=PEER_TICKET_S))
+        with contextlib.closing(link):
+            ends_at_s = time.monotonic() + PEER_TICKET_S
+            link.send(BULK_HELLO.pack(PEER_MAGIC, b""), left_s=lambda: ends_at_s - time.monotonic())
+            link.receive_status(left_s=lambda: ends_at_s - time.monotonic())
+            return link.receive_bytes(SECRET_BYTES, left_s=lambda: ends_at_s - time.monotonic())
+    return b""
+
+
+def _connected(address: str | tuple[str, int], tls: TlsFiles | None, *, timeout_s: float) -> socket.socket:
     if not isinstance(address, str):
-        return socket.create_connection(address, timeout=timeout_s)
+        connection = socket.create_connection(address, timeout=timeout_s)
+        if tls is None:
+            return connection
+        try:
+            return tls.wrap(connection, address[0], timeout_s=timeout_s)
+        except TlsUnusable as error:
+            raise ConnectionAbortedError(str(error)) from error
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
         connection.settimeout(timeout_s)

@@ -15,9 +15,10 @@ import grpc
 import msgspec
 
 from hicache.client.address import DaemonAddress
-from hicache.client.bulk_link import BulkClosed, BulkLinks, BulkRefused
+from hicache.client.bulk_link import BulkClosed, BulkLinks, BulkRefused, peer_ticket
 from hicache.client.fault import NEVER_SENT, Fault, FaultKind, call, fault_of, refusal_fault
 from hicache.client.memory_link import MemoryLink
+from hicache.client.tls import TlsUnusable, diagnose, unusable_fault
 from hicache.keys import FieldValue, digest_fields
 from hicache.l3 import TierFills
 from hicache.lease_book import LeaseBook
@@ -103,11 +104,11 @@ class Session:
     """An agreed session. Its end, however it comes, is told once to ``on_end``, from another thread."""
 
     def __init__(self, address: DaemonAddress, identity: Identity, *, on_end: Callable[[], None]) -> None:
-        """Ask for a session; use ``open``, which waits for the answer."""
+        """Ask for a session; use ``open``, which waits for the answer. Raises TlsUnusable."""
         self._address = address
         self._on_end = on_end
         self._goodbye = threading.Event()
-        self._channel = grpc.insecure_channel(address.target, options=address.channel_options)
+        self._channel = address.open_channel()
         self.stub = HiCachedStub(self._channel)
         self._answered = threading.Event()
         self._fault: Fault | None = None
@@ -129,12 +130,17 @@ class Session:
         cls, address: DaemonAddress, identity: Identity, *, timeout_s: float, on_end: Callable[[], None]
     ) -> Session | Fault:
         """Agree on a session, or say why there is none. Blocks for at most about ``timeout_s``."""
-        session = cls(address, identity, on_end=on_end)
+        try:
+            session = cls(address, identity, on_end=on_end)
+        except TlsUnusable as error:
+            return unusable_fault(error)
         fault = session._agree(identity, timeout_s=timeout_s)
         if fault is None:
             return session
         session.close()
-        return fault
+        if fault.is_answer or address.is_local:
+            return fault
+        return diagnose(*address.host_and_port, address.tls) or fault
 
     @property
     def secret(self) -> bytes:
@@ -196,10 +202,14 @@ class Session:
         if isinstance(limits, Fault):
             return limits
         self.limits = limits
-        self.bulk = BulkLinks(self._address.bulk_address(self.welcome), self.secret)
+        self.bulk = BulkLinks(self._address.bulk_address(self.welcome), self.secret, tls=self._address.tls)
         return None
 
     def _requests(self, hello: wire.Hello) -> Iterator[wire.SessionRequest]:
+        if self._address.is_local and not hello.token:
+            ticket = peer_ticket(self._address.peer_socket)
+            hello = wire.Hello.FromString(hello.SerializeToString())
+            hello.peer_ticket = ticket
         yield wire.SessionRequest(hello=hello)
         self._goodbye.wait()
 

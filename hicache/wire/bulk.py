@@ -1,7 +1,8 @@
 """The bulk socket: objects move on connections of their own, each of them with a thread of hicached behind it.
 
-The client says BULK_HELLO and gets a status. Then it makes one request after another, each of them a BULK_REQUEST, the
-keys (as ``pack_keys`` has them) and the size of each object (``pack_numbers``), and each is answered by a status first:
+The client says BULK_HELLO and gets a status (over TCP, TLS comes before that where hicached has a certificate). Then it
+makes one request after another, each of them a BULK_REQUEST, the keys (as ``pack_keys`` has them) and the size of each
+object (``pack_numbers``), and each is answered by a status first:
 
     GET  for each object, in any order, a BULK_OBJECT; if its outcome is OK, as many bytes as were asked for follow, and
          then their BULK_CHECKSUM
@@ -28,6 +29,9 @@ BULK_SOCKET_BUFFER_BYTES = 2 * 1024 * 1024  # asked for at either end; the syste
 
 BULK_HELLO = struct.Struct(f"<8s{SECRET_BYTES}s")  # BULK_MAGIC, session secret
 BULK_MAGIC = b"hicbulk1"
+PEER_MAGIC = (
+    b"hicpeer1"  # instead, over a Unix socket, with a secret of zeros: asks for a ticket of SECRET_BYTES (Hello)
+)
 BULK_ACCEPTED = b"\0"
 BULK_REFUSED = b"\1"
 BULK_REASON = struct.Struct("<H")  # bytes of the reason that follows

@@ -63,6 +63,7 @@ class Hello(_message.Message):
     CLIENT_NAME_FIELD_NUMBER: _builtins.int
     DEPLOYMENT_FIELD_NUMBER: _builtins.int
     SALT_FINGERPRINT_FIELD_NUMBER: _builtins.int
+    PEER_TICKET_FIELD_NUMBER: _builtins.int
     protocol_version: _builtins.int
     token: _builtins.str
     """empty: the default tenant, where the daemon allows it"""
@@ -76,6 +77,8 @@ class Hello(_message.Message):
     """engines of one tenant that say the same name must share; empty: nobody is compared"""
     salt_fingerprint: _builtins.bytes
     """32 bytes with a deployment: engines that salt otherwise find nothing of each other's"""
+    peer_ticket: _builtins.bytes
+    """instead of a token: says which user's process this is (PEER_MAGIC in hicache/wire/bulk.py)"""
     def __init__(
         self,
         *,
@@ -86,10 +89,11 @@ class Hello(_message.Message):
         client_name: _builtins.str = ...,
         deployment: _builtins.str = ...,
         salt_fingerprint: _builtins.bytes = ...,
+        peer_ticket: _builtins.bytes = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "deployment", b"deployment", "namespace_descriptor", b"namespace_descriptor", "namespace_digest", b"namespace_digest", "protocol_version", b"protocol_version", "salt_fingerprint", b"salt_fingerprint", "token", b"token"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["client_name", b"client_name", "deployment", b"deployment", "namespace_descriptor", b"namespace_descriptor", "namespace_digest", b"namespace_digest", "peer_ticket", b"peer_ticket", "protocol_version", b"protocol_version", "salt_fingerprint", b"salt_fingerprint", "token", b"token"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

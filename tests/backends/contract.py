@@ -37,6 +37,13 @@ class BackendContract:
         """On the medium, take the end of an object away."""
         raise NotImplementedError
 
+    def overwrite(self, directory: Path, name: bytes, content: bytes, *, at: int, count: int) -> None:
+        """On the medium, change one bit of the payload ``content``, or ``count`` bytes to zeros."""
+        if count == 1:
+            flip_bit(directory, content, at=at)
+        else:
+            zero_block(directory, content, at=at)
+
     @pytest.fixture
     def directory(self, tmp_path: Path) -> Path:
         return tmp_path / "store"
@@ -174,14 +181,14 @@ class BackendContract:
         backend = reopen()
         put(backend, (key(1), payload(1, 200_000)), (key(2), payload(2, 200_000)))
         backend.close()
-        flip_bit(directory, payload(1, 200_000), at=at)
+        self.overwrite(directory, key(1), payload(1, 200_000), at=at, count=1)
         self._require_only_first_is_corrupt(reopen(), 200_000)
 
     def test_br_076_a_zeroed_block_is_corrupt_and_dropped(self, reopen: Opener, directory: Path) -> None:
         backend = reopen()
         put(backend, (key(1), payload(1, 100_000)), (key(2), payload(2, 100_000)))
         backend.close()
-        zero_block(directory, payload(1, 100_000), at=50_000)
+        self.overwrite(directory, key(1), payload(1, 100_000), at=50_000, count=4096)
         self._require_only_first_is_corrupt(reopen(), 100_000)
 
     def test_an_object_whose_end_is_missing_is_corrupt_and_dropped(self, reopen: Opener, directory: Path) -> None:

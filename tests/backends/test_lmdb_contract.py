@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import lmdb
@@ -20,15 +21,15 @@ class TestLmdbBackend(BackendContract):
     def swap(self, directory: Path, first: bytes, second: bytes) -> None:
         with open_raw(directory) as env, env.begin(write=True) as txn:
             index = env.open_db(b"index", txn=txn)
-            records = {name: _record(txn, index, name) for name in (first, second)}
+            records = {name: record_of(txn, index, name) for name in (first, second)}
             for name, other in ((first, second), (second, first)):
                 mine, foreign = records[name], records[other]
-                forged = IndexRecord(mine.size_bytes, mine.checksum, mine.used_at_s, foreign.chunk_ids)
+                forged = replace(mine, chunk_ids=foreign.chunk_ids)
                 txn.put(name, forged.encode(name), db=index)
 
     def cut_short(self, directory: Path, name: bytes) -> None:
         with open_raw(directory) as env, env.begin() as txn:
-            record = _record(txn, env.open_db(b"index", txn=txn), name)
+            record = record_of(txn, env.open_db(b"index", txn=txn), name)
         with (directory / SLAB_NAME).open("r+b") as slab:
             slab.seek(int(record.chunk_ids[-1]) * CHUNK_BYTES)
             slab.write(bytes(CHUNK_BYTES))
@@ -40,7 +41,7 @@ def open_raw(directory: Path) -> lmdb.Environment:
     return lmdb.open(str(directory), map_size=size_bytes, max_dbs=3, writemap=True, sync=False)
 
 
-def _record(txn: lmdb.Transaction[bytes], index: object, name: bytes) -> IndexRecord:
+def record_of(txn: lmdb.Transaction[bytes], index: object, name: bytes) -> IndexRecord:
     raw = txn.get(name, db=index)  # type: ignore[call-overload]  # the class of a table is private
     assert raw is not None
     record = decode_record(name, raw)

@@ -11,8 +11,8 @@ import grpc
 import pytest
 
 from hicache.backends.faulty import Fault, FaultKind
+from hicache.daemon.calls import STATUS_OF
 from hicache.daemon.config import FIELDS, DaemonConfig
-from hicache.daemon.refusals import STATUS_OF
 from hicache.daemon.settings import size
 from hicache.daemon.tenants import Tenant
 from hicache.errors import BackendError

@@ -64,7 +64,12 @@ class TestTenantsFile:
         return Tenants.load(str(folder / "tenants"), defaults=TenantSettings(**defaults))  # type: ignore[arg-type]
 
     def test_settings_of_a_tenant_win_over_the_defaults(self, folder: Path) -> None:
-        text = f"alice {'a' * 16} weight=2.5 quota_bytes=3GiB\nalice {'b' * 16} ttl_s=60\nbob {'c' * 16}\n"
+        lines = [
+            "alice a-token-0123456789 weight=2.5 quota_bytes=3GiB",
+            "alice b-token-0123456789 ttl_s=60",
+            "bob c-token-0123456789",
+        ]
+        text = "\n".join(lines)
         tenants = self.load(folder, text, quota_objects=7, ttl_s=5.0)
         assert tenants.settings == {
             Tenant.named("alice"): TenantSettings(weight=2.5, quota_bytes=3 << 30, quota_objects=7, ttl_s=60.0),
@@ -95,9 +100,9 @@ class TestTenantsFile:
         self, folder: Path, words: str, told: str
     ) -> None:
         with pytest.raises(ConfigError, match=r"tenants_file .* line 1") as caught:
-            self.load(folder, f"alice {'a' * 16} {words}\n")
+            self.load(folder, f"alice {TOKENS['alice']} {words}\n")
         assert told in caught.value.expected
-        assert "a" * 16 not in str(caught.value)
+        assert TOKENS["alice"] not in str(caught.value)
         assert "secret" not in str(caught.value), "it may be a token"
 
 

@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from hicache.daemon.calls import STATUS_OF
 from hicache.daemon.config import DaemonConfig
-from hicache.daemon.refusals import STATUS_OF, Refusal
+from hicache.daemon.refusals import Refusal
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.protocol import (
     KEY_BYTES_MAX,

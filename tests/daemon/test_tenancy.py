@@ -23,6 +23,7 @@ from tests.daemon.raw_links import Memory, object_key, payload_of
 from tests.daemon.rig import DaemonProcess, http_get
 
 TOKENS = {"alice": "token-of-alice-1234", "bob": "token-of-bob-123456"}
+SECRET = "secret-0123456789"
 KEYS = [object_key(number) for number in range(4)]
 PAYLOADS = [payload_of(number, 5000) for number in range(4)]
 
@@ -133,9 +134,9 @@ class TestTenantsFile:
 
     def test_comments_blank_lines_hashed_and_several_tokens(self, folder: Path) -> None:
         hashed = "sha256:4d36ddf6fbaa6e6b4b0a5b6f9e5d5a0d4f5e8e9e6b8b6e5b1b6e5a4c3b2a1908"
-        tenants = self.load(folder, f"# who\n\n alice  {'a' * 16}\nalice\t{'b' * 16}\nbob {hashed}\n")
+        tenants = self.load(folder, f"# who\n\n alice  {TOKENS['alice']}\nalice\t{TOKENS['bob']}\nbob {hashed}\n")
         assert tenants.count == 2
-        assert tenants.authenticate("a" * 16).name == tenants.authenticate("b" * 16).name == "alice"
+        assert {tenants.authenticate(token).name for token in TOKENS.values()} == {"alice"}
 
     def test_a_token_that_is_stored_as_its_hash_authenticates(self, folder: Path) -> None:
         token = "some-secret-token-1"
@@ -151,9 +152,16 @@ class TestTenantsFile:
             "# nothing\n",
             "alice\n",
             "alice short\n",
-            f"alice {'a' * 16} {'b' * 16}\n",
-            f"al/ice {'a' * 16}\n",
-            f"alice {'a' * 16}\nbob {'a' * 16}\n",
+            f"alice {SECRET} {SECRET}\n",
+            f"al/ice {SECRET}\n",
+            f"alice {SECRET}\nbob {SECRET}\n",
+            "alice aaaaaaaaaaaaaaaaaaaaaaaa\n",
+            f"alice {SECRET} expires=tomorrow\n",
+            f"alice {SECRET} expires=2030-01-31T00:00:00\n",
+            f"alice {SECRET} expires=2030-01-31T00:00:00Z expires=2030-01-31T00:00:00Z\n",
+            "alice uid:x\n",
+            "alice uid:1\nbob uid:1\n",
+            "alice uid:1 expires=2030-01-31T00:00:00Z\n",
             "alice sha256:abc\n",
             f"alice {'a' * 2000}\n",
         ],
@@ -162,6 +170,7 @@ class TestTenantsFile:
         with pytest.raises(ConfigError) as caught:
             self.load(folder, text)
         assert "a" * 16 not in str(caught.value)
+        assert SECRET not in str(caught.value)
         assert "sha256:abc" not in str(caught.value)
 
     def test_a_missing_or_binary_file_stops_start_up(self, folder: Path) -> None:
