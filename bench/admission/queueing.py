@@ -41,7 +41,7 @@ class Arrival:
 
 @dataclass(frozen=True, slots=True)
 class Reads:
-    """What is known of its prompt when it is asked for: ``held_tokens`` in GPU memory, then of each tier so many tokens.
+    """What is there of a prompt: ``held_tokens`` in GPU memory, then of each tier so many tokens.
 
     ``writes`` go down once it has been computed: by tier, in bytes.
     """
@@ -120,8 +120,10 @@ class QueueResult:
 
 
 def run_queueing(arrivals: Sequence[Arrival], decide: Decide, costs: ModelCosts, how: Queueing) -> QueueResult:
-    """Serve all arrivals; ``decide`` says of each what is there when a group takes it, or, with loads ahead, when it comes.
-    What has been prefilled by then is there. Raises ConfigError without arrivals."""
+    """Serve all arrivals. ``decide`` says of each what is there: when a group takes it, or, with loads ahead, at once.
+
+    Raises ConfigError without arrivals.
+    """
     if not arrivals:
         raise ConfigError("arrivals", 0, "at least one request")
     return _Run(arrivals, decide, costs, how).run()
@@ -153,21 +155,24 @@ class _Group:
         self.tiers = tiers
         self.is_free = True
         self.busy_s = 0.0  # of all that has been taken on
-        self._spans: deque[tuple[float, float]] = deque()  # that have not ended when last asked
-        self._ended_s = 0.0
+        self.takes = 0
+        self.decoding: list[tuple[float, int, _Job]] = []  # a heap: each is over when the group has been free so long
+        self._freed_s = 0.0  # when
+        self._was_free_s = 0.0  # before it was taken last
 
     def take(self, start_s: float, end_s: float) -> None:
+        self._was_free_s = self.free_s(start_s)
         self.is_free = False
+        self.takes += 1
         self.busy_s += end_s - start_s
-        self._spans.append((start_s, end_s))
 
-    def idle_s(self, now_s: float) -> float:
-        """How long it has not prefilled since the beginning. ``now_s`` never goes back."""
-        while self._spans and self._spans[0][1] <= now_s:
-            start_s, end_s = self._spans.popleft()
-            self._ended_s += end_s - start_s
-        under_way_s = max(0.0, now_s - self._spans[0][0]) if self._spans else 0.0
-        return now_s - self._ended_s - under_way_s
+    def release(self, now_s: float) -> None:
+        self.is_free = True
+        self._freed_s = now_s
+
+    def free_s(self, now_s: float) -> float:
+        """How long it has not prefilled since the beginning."""
+        return self._was_free_s + (now_s - self._freed_s if self.is_free else 0.0)
 
     def wait_s(self, tier: str, now_s: float) -> float:
         return self.tiers[tier].wait_s(now_s)
@@ -187,7 +192,6 @@ class _Job:
     group: _Group
     client: _Client | None
     reads: Reads = _NOTHING
-    decoded_at_idle_s: float = 0.0  # of its group: decode is over when it has been idle so long
 
 
 @dataclass(order=True, slots=True)
@@ -292,9 +296,10 @@ class _Run:
 
     def _end_prefill(self, job: _Job) -> Callable[[float], None]:
         def end(now_s: float) -> None:
-            job.group.is_free = True
+            job.group.release(now_s)
             self._decode(job, now_s)
             self._begin(now_s)
+            self._watch(job.group, now_s)
 
         return end
 
@@ -337,15 +342,27 @@ class _Run:
         for tier, size_bytes in job.reads.writes:
             job.group.tiers[tier].move(now_s, size_bytes)
         tokens = max(0, self._arrivals[job.number].output_tokens - 1)  # the first one came with the prefill
-        job.decoded_at_idle_s = job.group.idle_s(now_s) + tokens * self._how.decode_token_s
-        self._go_on(job, now_s)
+        decode_s = tokens * self._how.decode_token_s
+        if decode_s:
+            heapq.heappush(job.group.decoding, (job.group.free_s(now_s) + decode_s, job.number, job))
+        else:
+            self._end(job, now_s)
 
-    def _go_on(self, job: _Job, now_s: float) -> None:
-        """It has ended, or looks again when it will have, if nothing is prefilled meanwhile."""
-        left_s = job.decoded_at_idle_s - job.group.idle_s(now_s)
-        if left_s > 1e-9:
-            self._at(now_s + left_s, lambda at_s: self._go_on(job, at_s))
-            return
+    def _watch(self, group: _Group, now_s: float) -> None:
+        """The first request of a free group ends when it has been decoded, if nothing is prefilled until then."""
+        if group.is_free and group.decoding:
+            left_s = max(0.0, group.decoding[0][0] - group.free_s(now_s))
+            self._at(now_s + left_s, self._end_first(group, group.takes))
+
+    def _end_first(self, group: _Group, takes: int) -> Callable[[float], None]:
+        def end(now_s: float) -> None:
+            if group.takes == takes:
+                self._end(heapq.heappop(group.decoding)[2], now_s)
+                self._watch(group, now_s)
+
+        return end
+
+    def _end(self, job: _Job, now_s: float) -> None:
         self._total_s[job.number] = now_s - job.arrived_s
         self._end_s = max(self._end_s, now_s)
         if job.client is not None:
