@@ -69,6 +69,16 @@ def _bounds(document: Document, trace: str) -> list[tuple[int, Document]]:
     return sorted(found.items())
 
 
+def _capacity_axis(axes: Any, capacities: set[int]) -> None:
+    axes.set(xscale="log", xlabel="capacity, tokens")
+    axes.set_xticks(sorted(capacities), [f"{capacity / 1e6:g} M" for capacity in sorted(capacities)])
+    axes.minorticks_off()
+
+
+def _capacities(document: Document, trace: str) -> set[int]:
+    return {run["capacity_tokens"] for _, runs in by_policy(document, trace) for run in runs}
+
+
 def _hits(document: Document, trace: str, axes: Any) -> bool:
     runs, styles = list(by_policy(document, trace)), _styles(document)
     for name, of in runs:
@@ -79,7 +89,8 @@ def _hits(document: Document, trace: str, axes: Any) -> bool:
         belady = [bound["belady"]["token_share"] for _, bound in bounds]
         axes.plot([capacity for capacity, _ in bounds], belady, "k--", label="Belady's rule")
         axes.axhline(bounds[0][1]["ceiling"]["token_share"], color="k", linestyle=":", label="infinite cache")
-    axes.set(xscale="log", xlabel="capacity, tokens", ylabel="usable share of prompt tokens")
+    axes.set(ylabel="usable share of prompt tokens")
+    _capacity_axis(axes, _capacities(document, trace))
     return bool(runs)
 
 
@@ -112,7 +123,8 @@ def _regret(document: Document, trace: str, axes: Any) -> bool:
             capacities, low, high = zip(*points, strict=True)
             axes.plot(capacities, high, markersize=4, linewidth=1, **styles[name])
             axes.fill_between(capacities, low, high, color=styles[name]["color"], alpha=0.12)
-    axes.set(xscale="log", xlabel="capacity, tokens", ylabel="GPU time not saved, of the bound")
+    axes.set(ylabel="GPU time not saved, of the bound")
+    _capacity_axis(axes, _capacities(document, trace))
     return has_figures
 
 
@@ -166,21 +178,24 @@ def _speed(document: Document, trace: str, axes: Any) -> bool:
     computed = next((each for each in document["computed"] if each["trace"] == trace), None)
     if computed is None:
         return False
-    load, styles, disagree = document["setup"]["loads"][0], _styles(document), list[tuple[float, float]]()
+    load, styles = document["setup"]["loads"][0], _styles(document)
+    drawn, disagree = list[float](), list[tuple[float, float]]()
     for name, runs in by_policy(document, trace):
         points = [(both[1], both[0]) for run in runs if (both := gains(run, computed, load)) is not None]
+        drawn += [ttft for _, ttft in points]
         disagree += [(speed, ttft) for speed, ttft in points if (speed > 1) == (ttft > 1)]
-        axes.plot(*zip(*points, strict=True), markersize=5, linewidth=0.5, **styles[name])
+        if points:
+            axes.plot(*zip(*points, strict=True), markersize=5, linewidth=0.5, **styles[name])
     if disagree:
         axes.plot(*zip(*disagree, strict=True), "o", markersize=12, mfc="none", mec="r", label="they disagree")
     axes.axhline(1, color="k", linewidth=0.8)
     axes.axvline(1, color="k", linewidth=0.8)
     axes.set(
-        yscale="log",
+        yscale="log" if drawn and max(drawn) > 5 * min(drawn) else "linear",
         xlabel="throughput when saturated, of that of computing everything",
         ylabel=f"mean TTFT at {load}, of that of computing",
     )
-    return True
+    return bool(drawn)
 
 
 def _loads(document: Document, trace: str, axes: Any) -> bool:
@@ -207,6 +222,7 @@ def _orphans(document: Document, trace: str, axes: Any) -> bool:
     for name, points in sorted(found.items()):
         axes.plot(*zip(*sorted(points), strict=True), markersize=4, linewidth=1, **styles.get(name, {"label": name}))
     axes.set(xscale="log", xlabel="capacity, blocks", ylabel="references to blocks of no use")
+    axes.set_ylim(bottom=0)
     return bool(found)
 
 
