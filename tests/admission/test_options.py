@@ -85,7 +85,7 @@ def test_loads_are_speeds_and_clients() -> None:
         ("1", "0"),
         ("1", "1.5"),
     ]:
-        with pytest.raises(ConfigError, match="speedup|clients"):
+        with pytest.raises(ConfigError, match=r"speedup|clients"):
             parse_loads(speedups, clients)
 
 

@@ -49,8 +49,14 @@ def test_the_page_shows_every_plot_and_all_of_it_comes_from_the_json(document: d
 
 @pytest.mark.parametrize(
     ("part", "plot"),
-    [("runs", "hits"), ("runs", "pareto"), ("bounds", "regret"), ("computed", "speed"), ("ttl", "ttl")]
-    + [("orphans", "orphans")],
+    [
+        ("runs", "hits"),
+        ("runs", "pareto"),
+        ("bounds", "regret"),
+        ("computed", "speed"),
+        ("ttl", "ttl"),
+        ("orphans", "orphans"),
+    ],
 )
 def test_a_plot_is_of_the_figures_in_the_json(document: dict[str, Any], part: str, plot: str, tmp_path: Path) -> None:
     """Without them it is not drawn, and that is said."""

@@ -1,4 +1,4 @@
-"""Replays in time: the same hits as without, what waits for what, and what the read policies of production make of it."""
+"""Replays in time: the hits of a replay without, what waits for what, and what read policies make of it."""
 
 from __future__ import annotations
 

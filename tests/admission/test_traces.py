@@ -109,8 +109,13 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, text: str, named: str) -> 
 
 @pytest.mark.parametrize(
     ("name", "content"),
-    [("nowhere.jsonl", None), ("a.jsonl.zst", b"not packed"), ("a.csv.gz", b"not packed"), ("a.jsonl", b"\xff\xfe\n")]
-    + [("a.jsonl.gz", gzip.compress(b"{}" * 10_000, mtime=0)[:30])],
+    [
+        ("nowhere.jsonl", None),
+        ("a.jsonl.zst", b"not packed"),
+        ("a.csv.gz", b"not packed"),
+        ("a.jsonl", b"\xff\xfe\n"),
+        ("a.jsonl.gz", gzip.compress(b"{}" * 10_000, mtime=0)[:30]),
+    ],
     ids=["none", "zst", "gz", "text", "cut"],
 )
 def test_a_file_that_is_not_there_or_not_whole_is_named(tmp_path: Path, name: str, content: bytes | None) -> None:
