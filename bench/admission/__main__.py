@@ -45,6 +45,7 @@ from bench.admission.traces import SESSION_GAP_S, Trace, load_trace
 from bench.machine import machine_facts, write_json
 from hicache.costs.rigs import Rig
 from hicache.errors import ConfigError
+from hicache.policies.write import write_policy_of
 
 TRACES = Path(__file__).parent.parent / "trace_files"
 TRACES_DEFAULT = ("mooncake_conversation_trace.jsonl.zst", "mooncake_synthetic_trace.jsonl.zst")
@@ -54,7 +55,7 @@ POLICIES_DEFAULT = (
 )
 POLICIES_QUICK = "lru,lru+write_through_selective"
 CAPACITIES_DEFAULT = "0.5M,3M,10M,25M"
-TTLS_S = (15, 30, 60, 120, 300, 600, 1200, 1800, 3600)
+TTLS_S = (15.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1200.0, 1800.0, 3600.0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +110,7 @@ class Study:
         """Of each policy, at the first capacity."""
         for number in range(len(self.traces)):
             for policy in dict.fromkeys(PolicyChoice(policy.eviction, policy.write) for policy in self.policies):
-                if not policy.write.startswith("write_back"):
+                if not write_policy_of(policy.write).ahead_share:  # which needs a tier above it
                     yield PolicyCostTask(number, policy, self.capacities[0])
 
     def orphans(self) -> Iterator[OrphanTask]:
@@ -123,7 +124,7 @@ class Study:
     def ttl_curve(self) -> Iterator[TtlTask]:
         """For the report."""
         for number in range(len(self.traces) if self.with_plots else 0):
-            yield from (TtlTask(self.setup, number, ttl_s) for ttl_s in TTLS_S)
+            yield TtlTask(number, TTLS_S)
 
 
 @click.command()

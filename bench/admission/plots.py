@@ -129,17 +129,16 @@ def _regret(document: Document, trace: str, axes: Any) -> bool:
 
 
 def _ttl(document: Document, trace: str, axes: Any) -> bool:
-    points = sorted((each for each in document["ttl"] if each["trace"] == trace), key=lambda each: float(each["ttl_s"]))
+    points = next((curve["points"] for curve in document["ttl"] if curve["trace"] == trace), [])
     if not points:
         return False
     ttls = [each["ttl_s"] for each in points]
     axes.plot(ttls, [each["token_hit_share"] for each in points], "C0o-", label="usable tokens")
-    axes.plot(ttls, [each["saved_share"] for each in points], "C2^-", label="GPU time saved")
     right = axes.twinx()
     right.plot(ttls, [each["resident_tokens_mean"] / 1e6 for each in points], "C1s--")
     right.set_ylabel("held on average, million tokens (dashed)", color="C1")
-    axes.set(xscale="log", xlabel="kept after the last use, s", ylabel="share of all prompts")
-    axes.set_xticks(ttls, [f"{ttl_s:g}" for ttl_s in ttls])
+    axes.set(xscale="log", xlabel="kept after the last use", ylabel="share of prompt tokens")
+    axes.set_xticks(ttls, [f"{each['ttl_s']:g} s\nR {each['R']:.2f}\nA {each['A']:.2f}" for each in points])
     axes.minorticks_off()
     return True
 
@@ -251,7 +250,13 @@ PLOTS = (
         "At the largest capacity, a point per load that the run was given. Below and right is better.",
         _loads,
     ),
-    Plot("ttl", "How long to keep", "A cache with room for everything that forgets what was idle for so long.", _ttl),
+    Plot(
+        "ttl",
+        "How long to keep",
+        "A cache with room for everything that forgets what was idle for so long. R: seconds held idle for one of"
+        " decoding. A: tokens computed, of those that no cache could have found.",
+        _ttl,
+    ),
     Plot(
         "break_even",
         "When loading beats computing",

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import gc
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
@@ -20,12 +20,13 @@ from bench.admission.options import Load, PolicyChoice, TierChoice, tier_specs
 from bench.admission.policy_cost import policy_cost
 from bench.admission.queueing import Queueing
 from bench.admission.replay import TierSpec, replay
+from bench.admission.study_residency import residency
 from bench.admission.timed import load_rule, timed_replay
 from bench.admission.traces import Trace
 from hicache.costs.model import ModelCosts
-from hicache.policies.eviction_kinds import Ttl
 
 Row = dict[str, Any]
+_ORPHAN_REFERENCES = 500_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,7 +135,10 @@ class PolicyCostTask:
 
 @dataclass(frozen=True, slots=True)
 class OrphanTask:
-    """The same eviction without the rule that children go first: blocks that are there, and of no use."""
+    """The same eviction without the rule that children go first: blocks that are there, and of no use.
+
+    Of as many requests as have ``_ORPHAN_REFERENCES`` blocks: each is looked at, which takes microseconds.
+    """
 
     trace_number: int
     eviction: str
@@ -142,7 +146,7 @@ class OrphanTask:
 
     def run(self, trace: Trace) -> Row:
         """A row of ``orphans``."""
-        result = replay_blocks(trace, self.capacity_pages, self.eviction)
+        result = replay_blocks(_begin_of(trace, _ORPHAN_REFERENCES), self.capacity_pages, self.eviction)
         return {
             "trace": trace.name,
             "eviction": self.eviction,
@@ -152,25 +156,23 @@ class OrphanTask:
         }
 
 
+def _begin_of(trace: Trace, references: int) -> Trace:
+    """The first requests, with so many blocks or a few more."""
+    ends = itertools.accumulate(len(request.blocks) for request in trace.requests)
+    count = next((number for number, end in enumerate(ends, start=1) if end >= references), len(trace.requests))
+    return replace(trace, requests=trace.requests[:count])
+
+
 @dataclass(frozen=True, slots=True)
 class TtlTask:
-    """A cache with room for everything that keeps nothing longer than ``ttl_s`` after its last use."""
+    """A cache with room for everything that keeps nothing longer than a time after its last use."""
 
-    setup: Setup
     trace_number: int
-    ttl_s: float
+    ttls_s: tuple[float, ...]
 
     def run(self, trace: Trace) -> Row:
-        """A point of ``ttl``."""
-        spec = TierSpec("cache", None, functools.partial(Ttl, ttl_s=self.ttl_s))
-        result = replay(trace, [spec], costs=self.setup.costs, warm_share=self.setup.warm_share)
-        return {
-            "trace": trace.name,
-            "ttl_s": self.ttl_s,
-            "token_hit_share": result.token_hit_share,
-            "saved_share": result.gpu_s_saved / max(result.gpu_s_total, 1e-12),
-            "resident_tokens_mean": result.tiers[0].resident_tokens_mean,
-        }
+        """A curve of ``ttl``."""
+        return {"trace": trace.name, "points": residency(trace, self.ttls_s)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +193,10 @@ _traces: Sequence[Trace] = ()  # of a worker, which got them when it was forked
 
 
 def _run(task: Task) -> Row:
-    gc.disable()  # a replay drops what it does not need by itself, and looking for more takes a fifth of its time
-    return task.run(_traces[task.trace_number])
+    gc.disable()  # looking for what a replay has dropped takes a fifth of its time
+    row = task.run(_traces[task.trace_number])
+    gc.collect()  # trees and policies know each other: they would pile up from task to task
+    return row
 
 
 def run_all(traces: Sequence[Trace], tasks: Sequence[Task], console: Console, processes: int) -> list[Row]:

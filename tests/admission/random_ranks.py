@@ -1,5 +1,5 @@
 """Random eviction as simulators on a heap do it: a rank is drawn when a page comes in and when a request uses it, and
-the lowest rank goes. It is not the same as drawing a victim among all: what has drawn a high rank stays, used or not."""
+the lowest rank goes. Unlike drawing a victim among all, what has drawn a high rank stays, used or not."""
 
 from __future__ import annotations
 

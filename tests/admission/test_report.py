@@ -91,6 +91,15 @@ def test_what_is_not_a_run_is_refused(text: str, tmp_path: Path) -> None:
         write_report(tmp_path / "run.json", tmp_path / "report")
 
 
+def test_a_tier_that_gets_what_the_one_above_evicts_is_studied_too() -> None:
+    options = ["--agents", "4", "--policies", "lru+write_back", "--tiers", "L1:60k,L2:120k:lru:write_back,L3"]
+    document = studied(*options, "--capacities", "300k")
+    (run,) = document["runs"]
+    assert [tier["name"] for tier in run["tiers"]] == ["L1", "L2", "L3"]
+    assert all(tier["bytes_written"] > 0 for tier in run["tiers"])
+    assert document["policy_cost"] == []
+
+
 def test_a_run_without_time_or_bounds_has_a_table_all_the_same() -> None:
     options = ["--agents", "2", "--policies", "lru", "--capacities", "100k,inf", "--untimed"]
     result = CliRunner().invoke(main, options)
