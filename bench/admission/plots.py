@@ -129,7 +129,7 @@ def _regret(document: Document, trace: str, axes: Any) -> bool:
 
 
 def _ttl(document: Document, trace: str, axes: Any) -> bool:
-    points = next((curve["points"] for curve in document["ttl"] if curve["trace"] == trace), [])
+    points: list[Document] = next((curve["points"] for curve in document["ttl"] if curve["trace"] == trace), [])
     if not points:
         return False
     ttls = [each["ttl_s"] for each in points]
