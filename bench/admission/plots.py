@@ -190,7 +190,7 @@ def _speed(document: Document, trace: str, axes: Any) -> bool:
     axes.axhline(1, color="k", linewidth=0.8)
     axes.axvline(1, color="k", linewidth=0.8)
     axes.set(
-        yscale="log" if drawn and max(drawn) > 5 * min(drawn) else "linear",
+        yscale="log" if max(drawn, default=1.0) > 5 or min(drawn, default=1.0) < 0.2 else "linear",
         xlabel="throughput when saturated, of that of computing everything",
         ylabel=f"mean TTFT at {load}, of that of computing",
     )

@@ -49,7 +49,7 @@ def _cells(document: Document, run: Document) -> dict[str, str]:
         "p99": "" if first is None else _seconds(first["ttft_s"]["p99"]),
         "saturated": "" if saturated is None else f"{saturated['tokens_per_s'] / 1e3:,.1f} k/s",
         "written": f"{written_bytes(run) / 1e12:.2f} TB",
-        "DWPD": f"{tier['drive_writes_per_day']:.0f}" if tier["name"] == "L3" else "",
+        "DWPD": f"{tier['drive_writes_per_day']:.3g}" if tier["name"] == "L3" else "",
         "never read": f"{tier['pages_never_read'] / max(tier['pages_written'], 1):.0%}",
         "fairness": f"{run['fairness']:.2f}" if len(run["by_tenant"]) > 1 else "",
         "us/op": "" if cost is None else f"{cost['us_per_call']:.1f}",
