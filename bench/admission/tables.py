@@ -78,7 +78,10 @@ def verdicts(document: Document, trace: Document) -> Iterator[str]:
         best = max(
             (run for run in runs if run["capacity_tokens"] == capacity), key=lambda run: float(run["gpu_s_saved"])
         )
-        yield f"{_size(capacity)}: {policy_name(best)} saves most{', '.join(_worth(document, trace, best))}."
+        if best["gpu_s_saved"] > 0:
+            yield f"{_size(capacity)}: {policy_name(best)} saves most{', '.join(_worth(document, trace, best))}."
+        else:
+            yield f"{_size(capacity)}: no policy finds anything."
 
 
 def _size(capacity: int | None) -> str:

@@ -147,6 +147,17 @@ def test_bad_input_stops_the_command_with_a_line_that_says_what_is_right(options
     assert "Traceback" not in result.output
 
 
+def test_a_trace_in_which_nothing_comes_back_has_a_report_too(tmp_path: Path) -> None:
+    rows = "".join(f"2023-11-16 18:17:{second:02}.0,600,10\n" for second in range(20))
+    (tmp_path / "azure.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n" + rows)
+    options = ["--trace", str(tmp_path / "azure.csv"), "--policies", "lru", "--capacities", "5k,inf", "--clients", "2"]
+    machine = ["--model", "qwen3-next-80b", "--hardware", "h200", "--gpus", "2", "--overlap", "split"]
+    result = CliRunner().invoke(main, [*options, *machine, "--report", str(tmp_path / "report")])
+    assert result.exit_code == 0, result.output
+    assert result.output.count("no policy finds anything") == 2
+    assert "no figures" in (tmp_path / "report" / "index.html").read_text(), "of regret: nothing is possible"
+
+
 def test_the_docs_name_every_option() -> None:
     text = DOCS.read_text()
     missing = [
