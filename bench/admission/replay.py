@@ -44,7 +44,7 @@ class Dense8bCosts:
 
 
 class LoadRule(Protocol):
-    """Read admission, as a replay asks it."""
+    """Read admission, as a replay asks it of each tier that has more of a prompt than those above it."""
 
     def __call__(self, tier: str, held_tokens: int, usable_tokens: int, request: TraceRequest, now_s: float) -> int:
         """How many tokens behind the first ``held_tokens`` are loaded; the rest is computed."""
@@ -59,6 +59,14 @@ class TierSpec:
     capacity_pages: int | None  # None: nothing is ever evicted for room
     eviction: str | EvictionFactory = "lru"
     write: str | Callable[[], WritePolicy] = "write_through"  # what comes into the tier
+
+    def policies(self) -> tuple[EvictionFactory, WritePolicy]:
+        """For one replay. Raises ConfigError."""
+        if self.eviction == self.write == "continuation":  # one object that does both
+            policy = Continuation()
+            return policy.eviction, policy
+        write = self.write if isinstance(self.write, str) else self.write()
+        return eviction_policy_of(self.eviction), write_policy_of(write)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,6 +117,7 @@ class Result:
     gpu_s_saved: float = 0.0
     tiers: list[TierResult] = field(default_factory=list)
     by_tenant: dict[str, TenantResult] = field(default_factory=dict)
+    span_s: float = 0.0  # of the trace
     wall_s: float = 0.0
 
     @property
@@ -168,18 +177,14 @@ class _Tier:
 
     def __init__(self, spec: TierSpec, *, page_tokens: int, page_bytes: int, run_pages_max: int | None) -> None:
         self.name = spec.name
-        eviction, write = spec.eviction, spec.write
-        if eviction == write == "continuation":  # one object that does both
-            policy = Continuation()
-            eviction, write = policy.eviction, lambda: policy
+        eviction, self.write = spec.policies()
         self.tree = ResidentTree(
             spec.capacity_pages,
             page_tokens=page_tokens,
             page_bytes=page_bytes,
-            eviction=eviction_policy_of(eviction),
+            eviction=eviction,
             run_pages_max=run_pages_max,
         )
-        self.write = write_policy_of(write if isinstance(write, str) else write())
         self.used_tokens = 0
         self.resident_pages_max = 0
         self._page_tokens = page_tokens
@@ -282,7 +287,7 @@ class Replayer:
         held, taken = 0, list[tuple[int, int]]()
         for tier, pages in zip(self.tiers, here, strict=True):
             end = max(held, pages)
-            if held < pages and self._load is not None and tier is not self.tiers[0]:
+            if held < pages and self._load is not None:
                 size = self._block_tokens
                 tokens = self._load(tier.name, held * size, min(pages * size, request.tokens), request, self._now_s)
                 end = min(pages, held - (-tokens // size))
@@ -329,6 +334,7 @@ class Replayer:
     def result(self) -> Result:
         """After the last request."""
         span_s = self._now_s - (self._start_s or 0.0)
+        self._result.span_s = span_s
         self._result.tiers = [tier.result(span_s) for tier in self.tiers]
         return self._result
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import itertools
 import random
+import zlib
 from array import array
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sequence
@@ -12,9 +13,10 @@ from contextlib import closing
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+import zstandard
 
 from hicache.errors import ConfigError
 from hicache.traces import MOONCAKE_BLOCK_TOKENS, text_lines
@@ -68,9 +70,15 @@ def load_trace(
     Sessions without an arrival time start in the file's order, ``session_gap_s`` apart on average, as ``seed`` draws.
     ``limit`` counts requests, of Claude Code sessions. Raises ConfigError for what cannot be read, with its line.
     """
-    with closing(text_lines(path)) as every:
-        lines = itertools.islice(every, None if limit is None else limit + _has_header(path))
-        return _read(Path(path).name.split(".")[0], lines, str(path), random.Random(seed), session_gap_s)
+    try:
+        with closing(text_lines(path)) as every:
+            lines = itertools.islice(every, None if limit is None else limit + _has_header(path))
+            trace = _read(Path(path).name.split(".")[0], lines, str(path), random.Random(seed), session_gap_s)
+    except (OSError, EOFError, UnicodeDecodeError, zlib.error, zstandard.ZstdError) as error:
+        raise ConfigError("trace", str(path), f"a readable text file, plain, .zst or .gz ({error})") from error
+    if not trace.requests:
+        raise ConfigError("trace", str(path), "a trace with at least one request")
+    return trace
 
 
 def _read(name: str, lines: Iterator[str], path: str, rng: random.Random, session_gap_s: float) -> Trace:
@@ -131,15 +139,20 @@ def common(some: Sequence[Any], others: Sequence[Any]) -> int:
 # -- Mooncake ----------------------------------------------------------------------------------------------------------
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 40)]
+_Size = Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
+_Time = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+
+
 class _Line(msgspec.Struct):
     """Mooncake's fields, and those that other traces of the form add to them. ``timestamp`` in ms."""
 
-    timestamp: float
-    input_length: int
-    output_length: int
+    timestamp: _Time
+    input_length: _Size
+    output_length: _Count
     hash_ids: list[int | str]
-    block_size: int | None = None
-    block_tokens: int | None = None
+    block_size: _Size | None = None
+    block_tokens: _Size | None = None
     tenant: str = ""
     session_id: str | int | None = None
     chat_id: str | int | None = None
@@ -161,7 +174,7 @@ def _read_mooncake(name: str, lines: Iterable[str], path: str) -> Trace:
         if block_tokens not in (None, size):
             raise ConfigError(f"{place}: block_size", size, f"{block_tokens}, as in the lines before it")
         block_tokens = size
-        if line.input_length < 1 or len(line.hash_ids) != -(-line.input_length // size):
+        if len(line.hash_ids) != -(-line.input_length // size):
             wanted = f"one for each {size} tokens begun, {-(-line.input_length // size)} of them, or another block_size"
             raise ConfigError(f"{place}: hash_ids", len(line.hash_ids), wanted)
         blocks = prefixes.numbers(line.hash_ids)
@@ -197,19 +210,19 @@ def _session(line: _Line, sessions: dict[str | int, str]) -> str | None:
 class _Call(msgspec.Struct):
     """A call of the model, or of a sub-agent with calls of its own, which count from its start."""
 
-    t: float
-    in_: int = msgspec.field(default=0, name="in")
-    out: int = 0
+    t: _Time
+    in_: _Count = msgspec.field(default=0, name="in")
+    out: _Count = 0
     hash_ids: list[int] = []
     input_types: list[str] = []
-    think_time: float | None = None
+    think_time: _Time | None = None
     agent_id: str | None = None
     requests: list[_Call] = []
 
 
 class _Session(msgspec.Struct):
     id: str
-    block_size: int
+    block_size: _Size
     requests: list[_Call]
     hash_id_scope: str = "local"
 
@@ -262,6 +275,8 @@ def _read_azure(name: str, lines: Iterable[str], path: str) -> Trace:
     for number, row in enumerate(rows, start=2):
         try:
             time_s, tokens, output_tokens = datetime.fromisoformat(row[0][:26]).timestamp(), int(row[1]), int(row[2])
+            if not (1 <= tokens <= 1 << 40 and output_tokens >= 0):
+                raise ValueError("no tokens")
         except (ValueError, IndexError) as error:
             raise ConfigError(f"{path}:{number}", ",".join(row)[:80], "a time and two numbers of tokens") from error
         first_s = time_s if first_s is None else first_s

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from bench.admission.blocks import replay_blocks
+from bench.admission.bounds import belady
 from bench.admission.replay import TierSpec, replay
 from bench.admission.traces import Trace
 from tests.admission.synthetic import BLOCK, conversations
@@ -20,6 +21,9 @@ from tests.admission.traces import GOLDEN, trace
 
 def token_share(trace: Trace, policy: str, pages: int | None) -> float:
     """Of the second half of the requests, as it counts."""
+    if policy == "optimal":
+        assert pages is not None
+        return belady(trace, pages, warm_share=0.5).token_share
     if policy == "fifo":
         assert pages is not None
         blocks = replay_blocks(trace, pages, "fifo", warm_share=0.5)
@@ -27,7 +31,7 @@ def token_share(trace: Trace, policy: str, pages: int | None) -> float:
     return replay(trace, [TierSpec("cache", pages, policy)], warm_share=0.5).token_hit_share
 
 
-@pytest.mark.parametrize("policy", ["lru", "fifo"])
+@pytest.mark.parametrize("policy", ["lru", "fifo", "optimal"])
 @pytest.mark.parametrize("pages", [409, 1638, 6553, 13107, 26214])
 def test_its_figures_for_conversations(policy: str, pages: int) -> None:
     known = GOLDEN["kvcache_simulator_0.1.3_last50pct"]["conv"]
@@ -52,7 +56,7 @@ def test_the_program_itself(seed: int, tmp_path: Path) -> None:
             file.write(json.dumps(fields | {"hash_ids": list(request.blocks), "block_size": BLOCK}) + "\n")
     theirs = plan.build_execution_plan(traces.parse_trace_file(path))
     for pages in (30, 60, 120):
-        for policy in ("lru", "fifo"):
+        for policy in ("lru", "fifo", "optimal"):
             known = policies.simulate_policy(theirs, policy, pages)
             assert known.measurementMode == "fixed_window", "it is full before the second half"
             assert token_share(drawn, policy, pages) == pytest.approx(known.hitRate, abs=1e-9)

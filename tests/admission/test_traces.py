@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from bench.admission.__main__ import parse_policies, parse_tokens
 from bench.admission.traces import load_trace
 from hicache.errors import ConfigError
 
@@ -87,7 +86,20 @@ def test_azure_has_lengths_alone(tmp_path: Path) -> None:
         (line() + line(block_size=16, hash_ids=list(range(75))), "512"),
         ("time,tokens\n", "TIMESTAMP,ContextTokens,GeneratedTokens"),
         ("TIMESTAMP,ContextTokens,GeneratedTokens\nnoon,1,2\n", "trace.jsonl:2"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n2023-11-16 18:17:03,-5,2\n", "trace.jsonl:2"),
+        ("TIMESTAMP,ContextTokens,GeneratedTokens\n", "at least one request"),
         ('{"id": "s", "block_size": 64, "requests": [{"t": "x"}]}\n', "trace.jsonl:1"),
+        ('{"id": "s", "block_size": 0, "requests": []}\n', "trace.jsonl:1"),
+        ('{"id": "s", "block_size": 64, "requests": []}\n', "at least one request"),
+        (line(block_size=0), "trace.jsonl:1"),
+        (line(input_length=0, hash_ids=[]), "trace.jsonl:1"),
+        (line(input_length=-5, hash_ids=[]), "trace.jsonl:1"),
+        (line(output_length=-1), "trace.jsonl:1"),
+        (line(timestamp=-1), "trace.jsonl:1"),
+        (line(timestamp="soon"), "trace.jsonl:1"),
+        (line(hash_ids=[[1], [2], [3]]), "trace.jsonl:1"),
+        ("[" * 5000 + "\n", "trace.jsonl:1"),
+        ("{" + line(), "trace.jsonl:1"),
     ],
 )
 def test_what_cannot_be_read_is_named(tmp_path: Path, text: str, named: str) -> None:
@@ -95,12 +107,19 @@ def test_what_cannot_be_read_is_named(tmp_path: Path, text: str, named: str) -> 
         load_trace(written(tmp_path, text))
 
 
-def test_policies_and_capacities_are_lists() -> None:
-    assert list(parse_policies("lru, s3_fifo+tiny_lfu")) == [("lru", "write_through"), ("s3_fifo", "tiny_lfu")]
-    assert [parse_tokens(text) for text in ("512k", " 3M", "inf", "1000")] == [512_000, 3_000_000, None, 1000]
-    for text in ("", "-3M", "many", "0"):
-        with pytest.raises(ConfigError, match="capacities"):
-            parse_tokens(text)
-    for text in ("best", "lru+best", "lru+write_back"):
-        with pytest.raises(ConfigError):
-            list(parse_policies(text))
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("nowhere.jsonl", None),
+        ("a.jsonl.zst", b"not packed"),
+        ("a.csv.gz", b"not packed"),
+        ("a.jsonl", b"\xff\xfe\n"),
+        ("a.jsonl.gz", gzip.compress(b"{}" * 10_000, mtime=0)[:30]),
+    ],
+    ids=["none", "zst", "gz", "text", "cut"],
+)
+def test_a_file_that_is_not_there_or_not_whole_is_named(tmp_path: Path, name: str, content: bytes | None) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(ConfigError, match=name):
+        load_trace(tmp_path / name)

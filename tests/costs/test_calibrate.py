@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from statistics import median
 
 import pytest
 from click.testing import CliRunner
@@ -25,8 +26,8 @@ def test_it_measures_a_store_and_writes_a_machine_that_the_planner_takes(tmp_pat
     document = json.loads((tmp_path / "all.json").read_text())
     measured = document["measured"]["l3"]
     assert len(measured["seconds"]) == 7
-    slowest_s = max(measured["seconds"].values())
-    assert found.tiers["l3"].load_s(64 << 20) >= 0.3 * slowest_s, "the preset is of these times"
+    ratios = [found.tiers["l3"].load_s(int(size)) / seconds for size, seconds in measured["seconds"].items()]
+    assert 0.2 < median(ratios) < 5, "the preset is of these times"
     assert found.tiers["l3"].bytes_per_s < found.tiers["dram"].bytes_per_s, "what is below is on the way too"
     planned = CliRunner().invoke(cli, ["plan", "llama-3-8b", "--machine", str(out)])
     assert "l3" in planned.output, planned.output

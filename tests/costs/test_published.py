@@ -47,7 +47,7 @@ def throughput(hit_share: float, overlap: Overlap) -> float:
     loaded = round(512 * hit_share)
     reads = Reads(0, (("L2", loaded),))
     how = Queueing(overlap=overlap, sessions=64, layers=10**6)
-    return 1e-3 * tokens_per_s(run_queueing([Arrival(0.0, 512)] * 400, lambda number, now_s: reads, costs, how))
+    return 1e-3 * tokens_per_s(run_queueing([Arrival(0.0, 512)] * 400, lambda number, now_s, wait_s: reads, costs, how))
 
 
 def tokens_per_s(result: QueueResult) -> float:
@@ -148,7 +148,7 @@ def served(prompt_tokens: int, tier: Tier, *, hit_share: float, held_share: floa
     how = Queueing(overlap="ahead", sessions=12, decode_token_s=0.03)
     outputs = random.Random(1)  # of different lengths: else all clients would go in step
     arrivals = [Arrival(0.0, prompt_tokens + 256, outputs.randrange(256, 769)) for _ in range(400)]
-    return run_queueing(arrivals, lambda number, now_s: reads, costs, how)
+    return run_queueing(arrivals, lambda number, now_s, wait_s: reads, costs, how)
 
 
 def gain(prompt_tokens: int, tier: Tier, *, hit_share: float) -> tuple[float, float, float]:
