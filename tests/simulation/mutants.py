@@ -71,13 +71,12 @@ def tickets_are_kept() -> Any:
     return put_in(budget.Ticket, "drop", lambda self: None)
 
 
-MUTANTS: tuple[Callable[[], Any], ...] = (
-    regions_are_not_held,
-    late_bytes_are_not_doubted,
-    checksums_are_not_compared,
-    leases_outlive_their_session,
-    tenants_share_keys,
-    salts_are_forgotten,
-    doubt_settles_at_once,
-    tickets_are_kept,
+MUTANTS: tuple[tuple[Callable[[], Any], str, int], ...] = (  # with the weather and the seed of a life that finds it
+    (regions_are_not_held, "freezing", 24),
+    (late_bytes_are_not_doubted, "freezing", 18),
+    (checksums_are_not_compared, "forgetful", 1),
+    (leases_outlive_their_session, "", 1),
+    (tenants_share_keys, "", 1),
+    (salts_are_forgotten, "", 1),
+    (tickets_are_kept, "", 1),
 )

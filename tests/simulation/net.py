@@ -34,8 +34,11 @@ class NetworkFaults:
 class Sockets:
     """In place of the module ``socket``."""
 
+    made: list[real_socket.socket]
+
     def __init__(self, scheduler: Scheduler, faults: NetworkFaults) -> None:
         sim = scheduler
+        made = self.made = []
 
         class Socket(real_socket.socket):
             """Blocks its fiber where the kernel would block the thread."""
@@ -45,6 +48,7 @@ class Sockets:
                 super().setblocking(False)
                 self._limit_s: float | None = None
                 self._receive_limit_s: float | None = None
+                made.append(self)
                 self.process: Process | None = None if sim.current is None else sim.current.process
                 if self.process is not None:
                     self.process.at_death.append(self._die)
@@ -166,7 +170,9 @@ class Sockets:
                     while len(view):
                         part = view if is_whole else view[: self._piece(len(view))]
                         try:
-                            count = self._receiving(lambda p=part: real_socket.socket.recv_into(self, p, 0, flags), flags)  # type: ignore[misc]
+                            count = self._receiving(
+                                lambda p=part: real_socket.socket.recv_into(self, p, 0, flags), flags
+                            )  # type: ignore[misc]
                         except OSError:
                             if filled:
                                 return filled
@@ -184,7 +190,11 @@ class Sockets:
                 return id(self)
 
         self.socket = Socket
-        self._faults = faults
+
+    def bury(self) -> None:
+        """Close what the dead have left open."""
+        for socket in self.made:
+            real_socket.socket.close(socket)
 
     def socketpair(self) -> tuple[real_socket.socket, real_socket.socket]:
         left, right = real_socket.socketpair()
@@ -272,6 +282,7 @@ class Loop(asyncio.SelectorEventLoop):
             task._log_destroy_pending = False
             with contextlib.suppress(BaseException):
                 task._coro.close()
+        self.close()
 
     def create_future(self) -> Any:
         return _Future(loop=self)

@@ -133,7 +133,9 @@ class Rpc:
         rpc = self
 
         class SimulatedGrpcServer:
-            def __init__(self, config: DaemonConfig, service: Any, sessions: Any, bulk: Any, *_: Any, **__: Any) -> None:
+            def __init__(
+                self, config: DaemonConfig, service: Any, sessions: Any, bulk: Any, *_: Any, **__: Any
+            ) -> None:
                 self._config, self._service, self._sessions, self._bulk = config, service, sessions, bulk
 
             async def start(self) -> str:

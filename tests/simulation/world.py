@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
+import fcntl
 import gc
+import os
 import random
 import shutil
 import tempfile
@@ -23,11 +26,12 @@ from tests.simulation.net import Loop
 from tests.simulation.patching import Node, patched
 from tests.simulation.scheduler import Process, Scheduler, SimulationError
 
-PROMPTS = 8
+PROMPTS = 4
 SALTS = (b"", b"one", b"two")
 TOKENS = ("token-of-tenant-a-0123456789", "token-of-tenant-b-0123456789")
 PAGES_MAX = 6
 SERVE_S_MAX = 120.0  # no request takes longer, whatever happens: every wait in it has a deadline
+RESTART_SHARE = 0.15  # of requests after which an engine goes and comes again, and finds in L3 what it has lost
 STOP_S_MAX = 30.0
 HEAL_S = 40.0  # after the last fault: sessions, breakers and memory are back by then
 WEATHERS = ("mixed", "mixed", "freezing", "forgetful")  # which faults come, all of them or one kind again and again
@@ -65,15 +69,16 @@ class DiskFaults:
         self._sim, self._tally = scheduler, tally
         self.share = 0.0
         self.forgets_share = 0.0  # of what is read, a bit is wrong
+        self.freezes_reads_only = False
         self.frozen_until_s = 0.0  # a call that begins before ends after
 
-    def meet(self) -> None:
+    def meet(self, *, is_read: bool = False) -> None:
         """Before a call: perhaps a delay, perhaps an error."""
         sim = self._sim
         if sim.current is None or sim.is_over:
             return
         sim.maybe_switch()
-        if sim.now_s < self.frozen_until_s and sim.rng.random() < 0.5:
+        if (is_read or not self.freezes_reads_only) and sim.now_s < self.frozen_until_s and sim.rng.random() < 0.5:
             self._tally.disk_faults += 1
             sim.sleep(self.frozen_until_s - sim.now_s + sim.rng.uniform(0, 0.1))
         if self.share and sim.rng.random() < self.share:
@@ -94,15 +99,16 @@ class DiskFaults:
                 return super().write(fd, faults.shortened(parts), offset)
 
             def read(self, fd: int, targets: list[memoryview], offset: int) -> int:
-                faults.meet()
+                faults.meet(is_read=True)
                 targets = faults.shortened(targets)
                 count = super().read(fd, targets, offset)
-                faults.spoil(targets[0][:count])
+                if count == sum(len(target) for target in targets):
+                    faults.spoil(targets[-1])
                 return count
 
         def wrapped(name: str) -> Callable[..., Any]:
             def call(self: Calls, *args: Any) -> Any:
-                faults.meet()
+                faults.meet(is_read=name == "open")
                 return getattr(FileCalls, name)(self, *args)
 
             return call
@@ -156,8 +162,6 @@ class DaemonLife:
                 self._ended.set()
 
     async def _live(self) -> None:
-        import asyncio
-
         self._wants_stop = asyncio.Event()
         daemon = self.daemon = Daemon(load_config(None, self._world.settings), environment={})
         try:
@@ -215,9 +219,7 @@ class DaemonLife:
             raise SimulationError(f"the folder has {found}, the accounts say {said}")
 
     def _release_locks(self) -> None:
-        for fd in self._world.locked_descriptors():
-            import fcntl
-
+        for fd in self._world.descriptors(".alive", ".lock", ".opening"):
             with contextlib.suppress(OSError):
                 fcntl.flock(fd, fcntl.LOCK_UN)
 
@@ -258,15 +260,13 @@ class World:
         self.groups = self.rng.choice((HYBRID, HYBRID, (ATTENTION,)))
         self.daemon = DaemonLife(self)
 
-    def locked_descriptors(self) -> list[int]:
-        """Open descriptors of files in this life's folder: those that hold locks are among them."""
-        import os
-
+    def descriptors(self, *suffixes: str) -> list[int]:
+        """Open files of this life's folder; with ``suffixes``, those whose names end so."""
         found = []
         for name in os.listdir("/proc/self/fd"):
             with contextlib.suppress(OSError):
                 target = os.readlink(f"/proc/self/fd/{name}")
-                if target.startswith(str(self.folder)) and (target.endswith((".alive", ".lock", ".opening"))):
+                if target.startswith(f"{self.folder}/") and target.removesuffix(" (deleted)").endswith(suffixes or ""):
                     found.append(int(name))
         return found
 
@@ -281,6 +281,9 @@ class World:
                     self.scheduler.bury()
                     for loop in self.loops:
                         loop.bury()
+                    self.node.sockets.bury()
+                    for descriptor in self.descriptors():
+                        os.close(descriptor)
                     gc.collect()  # what is left of the dead ends here, and not in another life
             if self.node.complaints:
                 raise SimulationError("\n".join(self.node.complaints))
@@ -321,6 +324,7 @@ class World:
     def _strike(self) -> None:
         match self.weather:
             case "freezing":
+                self.disk.freezes_reads_only = True
                 self.disk.frozen_until_s = self.scheduler.now_s + self.scheduler.rng.uniform(5.0, 30.0)
             case "forgetful":
                 self.disk.forgets_share = self.scheduler.rng.choice((0.0, 0.05, 0.3))
@@ -405,8 +409,8 @@ class World:
         return SmallEngine(
             self.groups,
             token=TOKENS[tenant] if self.tenant_count > 1 else "",
-            l1=self.rng.choice((8, 16, 32)),
-            l2=self.rng.choice((12, 32)),
+            l1=self.rng.choice((8, 12, 32)),
+            l2=self.rng.choice((8, 12, 32)),
             address=f"unix://{self.settings['socket']}",
             prefetch=PrefetchPolicy(mode or self.rng.choice(MODES), threshold_tokens=0, base_s=1.0, hard_cap_s=10.0),
             write_policy=self.rng.choice(("write_through", "write_through", "write_back")),
@@ -434,11 +438,15 @@ class EngineLife:
         self._world.tally.engine_kills += 1
 
     def _main(self) -> None:
-        world = self._world
+        world, sim = self._world, self._world.scheduler
         engine = world.make_engine(tenant=self._tenant)
         while self._left > 0:
             self._left -= 1
             self._serve(engine)
+            if sim.rng.random() < RESTART_SHARE:
+                engine.cache.flush(timeout_s=10)
+                self._close(engine)
+                engine = world.make_engine(tenant=self._tenant)
         engine.cache.flush(timeout_s=60)
         self._close(engine)
         self.is_done = True
@@ -448,7 +456,7 @@ class EngineLife:
         family = sim.rng.randrange(PROMPTS)
         pages = sim.rng.randint(1, PAGES_MAX)
         tokens = [10_000 * family + number for number in range(pages * PAGE + 1)]
-        salt = sim.rng.randrange(len(SALTS))
+        salt = sim.rng.choice((0, 0, 0, 1, 2))
         began_s = sim.now_s
         request = engine.cache.match(tokens, salt=SALTS[salt])
         # What this tenant computes under this salt is like nothing that others compute for the same tokens.
@@ -493,5 +501,3 @@ class EngineLife:
         engine.close()
         if sim.now_s - began_s > STOP_S_MAX:
             raise SimulationError(f"closing an engine took {sim.now_s - began_s:g} s")
-
-
