@@ -166,8 +166,10 @@ class Sockets:
                 is_whole = bool(flags & real_socket.MSG_WAITALL)
                 flags &= ~real_socket.MSG_WAITALL
                 filled = 0
-                for view in views:
-                    while len(view):
+                for whole in views:
+                    start = 0
+                    while start < len(whole):
+                        view = whole[start:]
                         part = view if is_whole else view[: self._piece(len(view))]
                         try:
                             count = self._receiving(
@@ -178,7 +180,7 @@ class Sockets:
                                 return filled
                             raise
                         filled += count
-                        view = view[count:]
+                        start += count
                         if count == 0 or not is_whole:
                             return filled
                 return filled

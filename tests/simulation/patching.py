@@ -120,9 +120,9 @@ def _classes_hashed_by_place() -> Iterator[type]:
     for name, module in list(sys.modules.items()):
         if name.startswith("hicache"):
             for found in vars(module).values():
-                if isinstance(found, type) and found.__module__ == name and found.__hash__ is object.__hash__:
-                    if getattr(found, "__dictoffset__", 0):
-                        yield found
+                is_class_of_it = isinstance(found, type) and found.__module__ == name
+                if is_class_of_it and found.__hash__ is object.__hash__ and found.__dictoffset__:
+                    yield found
 
 
 class _SeededRandom:

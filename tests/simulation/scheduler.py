@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import heapq
 import itertools
 import random
@@ -141,7 +142,7 @@ class Scheduler:
         self._hub.switch()
 
     def park(self, *, until_s: float | None = None, descriptors: dict[int, int] | None = None) -> bool:
-        """Wait until ``wake``, or ``until_s``, or until one of the descriptors is ready. Whether it was not the time."""
+        """Wait until ``wake``, ``until_s``, or until one of the descriptors is ready. Whether it was not the time."""
         if self.is_over:
             raise greenlet.GreenletExit
         fiber = self._self()
@@ -181,10 +182,8 @@ class Scheduler:
         self.is_over = True
         for fiber in self.fibers:
             if not fiber.is_done and fiber.body:
-                try:
+                with contextlib.suppress(BaseException):  # whatever a dead process would have said
                     fiber.body.throw(greenlet.GreenletExit)
-                except BaseException:  # noqa: S110  # whatever a dead process would have said
-                    pass
 
     def _self(self) -> Fiber:
         assert self.current is not None, "called from outside of the simulation"

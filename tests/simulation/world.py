@@ -1,4 +1,4 @@
-"""One life of a node: engines that serve prompts beside a hicached, faults as the seed has them, and the end's accounts."""
+"""One life of a node: engines that serve prompts beside a hicached, faults of its seed, and the accounts at its end."""
 
 from __future__ import annotations
 
