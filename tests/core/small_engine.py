@@ -58,6 +58,7 @@ class SmallEngine:
         l2: int = 32,
         objects: Objects | None = None,
         address: str | None = None,
+        token: str = "",
         prefetch: PrefetchPolicy | None = None,
         revision: str = "r",
         **settings: object,
@@ -67,7 +68,7 @@ class SmallEngine:
         self.l3: MemoryL3 | None = None if objects is None or pool is None else MemoryL3(pool, objects)
         l3: L3 | None = self.l3
         if address is not None and pool is not None:
-            l3 = open_l3(address, spec=self.spec, memory=pool, capacity_bytes=STORE_BYTES)
+            l3 = open_l3(address, spec=self.spec, memory=pool, token=token, capacity_bytes=STORE_BYTES)
         self.cache = HiCache(
             self.spec,
             l1=(ArenaPool.allocate(self.spec, l1_bytes) if l1_bytes else L1Pool(self.spec, pages=l1, state_slots=l1)),

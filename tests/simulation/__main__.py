@@ -1,0 +1,36 @@
+"""``python -m tests.simulation``: as many lives as one likes, and the seeds of those that went wrong."""
+
+from __future__ import annotations
+
+import time
+import traceback
+
+import click
+
+from tests.simulation.world import WEATHERS, Tally, World
+
+
+@click.command()
+@click.option("--seed", default=0, show_default=True, help="Of the first life; the next one has the next.")
+@click.option("--lives", default=100, show_default=True, help="How many.")
+@click.option("--weather", type=click.Choice(sorted(set(WEATHERS))), default=None, help="Default: as the seed has it.")
+def main(seed: int, lives: int, weather: str | None) -> None:
+    """Simulated lives of a node. Exits with 1 when one of them went wrong."""
+    tally, wrong = Tally(), []
+    began_s = time.perf_counter()
+    for number in range(seed, seed + lives):
+        try:
+            tally.add(World(number, weather=weather or "").run())
+        except Exception as error:
+            wrong.append(number)
+            traceback.print_exception(error)
+            click.echo(f"again: python -m tests.simulation --seed {number} --lives 1")
+    for name, value in vars(tally).items():
+        if name != "traces":
+            click.echo(f"{name:20}{value:>12,}")
+    click.echo(f"{'seconds':20}{time.perf_counter() - began_s:>12,.1f}")
+    if wrong:
+        raise SystemExit(f"{len(wrong)} lives went wrong: seeds {', '.join(map(str, wrong))}")
+
+
+main()
