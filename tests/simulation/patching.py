@@ -109,7 +109,7 @@ def patched(node: Node) -> Iterator[None]:
         _replace_defaults(stack, {time.monotonic: clock.monotonic, time.time: clock.time})
         session = sys.modules["hicache.client.session"]
         _set(stack, session, "HiCachedStub", node.rpc.stub_class())
-        _set(stack, session, "grpc", _Grpc(sys.modules["grpc"]))
+        _set(stack, sys.modules["hicache.client.address"], "grpc", _Grpc(sys.modules["grpc"]))
         _set(stack, sys.modules["hicache.daemon.server"], "GrpcServer", node.rpc.server_class())
         _set(stack, sys.modules["hicache.daemon.socket_lock"], "remove_stale_socket", _remove_socket)
         stack.enter_context(_complaints_of(node))

@@ -11,9 +11,10 @@ from typing import Any, Never
 import grpc
 
 from hicache.daemon.config import DaemonConfig
+from hicache.daemon.grpc_server import GRACE_S
 from tests.simulation.scheduler import Process, Scheduler
 
-METHODS = ("Lookup", "Delete", "Lease", "Pin", "Stats")
+METHODS = ("Lookup", "Delete", "Lease", "Pin", "Stats", "Report")
 
 
 class RpcError(grpc.RpcError, grpc.Call):  # type: ignore[misc]  # grpc.Call is abstract; what is asked of it is here
@@ -120,6 +121,12 @@ class RunningCall:
     def peer(self) -> str:
         return "unix:"
 
+    def invocation_metadata(self) -> Any:
+        return ()
+
+    def auth_context(self) -> Any:
+        return {}
+
 
 class Rpc:
     """All servers of the node, by path, and the stubs that reach them."""
@@ -133,10 +140,8 @@ class Rpc:
         rpc = self
 
         class SimulatedGrpcServer:
-            def __init__(
-                self, config: DaemonConfig, service: Any, sessions: Any, bulk: Any, *_: Any, **__: Any
-            ) -> None:
-                self._config, self._service, self._sessions, self._bulk = config, service, sessions, bulk
+            def __init__(self, config: DaemonConfig, service: Any, sessions: Any, *_: Any) -> None:
+                self._config, self._service, self._sessions = config, service, sessions
 
             async def start(self) -> str:
                 fiber = rpc._sim.current
@@ -147,17 +152,10 @@ class Rpc:
                 return ""
 
             async def stop(self) -> None:
-                self._sessions.stop_admitting()
-                try:
-                    async with asyncio.timeout(2.0):
-                        await self._service.wait_idle()
-                        await self._bulk.wait_idle()
-                except TimeoutError:
-                    pass
                 self._sessions.close()
                 server = rpc.servers.pop(self._config.socket, None)
                 if server is not None:
-                    await asyncio.sleep(0.5)
+                    await asyncio.sleep(GRACE_S)
                     for call in list(server.calls):
                         if call.task is not None:
                             call.task.cancel()
@@ -200,7 +198,7 @@ class Rpc:
 
         service = call.server.service
         requests = {"Lookup": pb.LookupRequest, "Delete": pb.KeysRequest, "Lease": pb.LeaseRequest}
-        requests |= {"Pin": pb.PinRequest, "Stats": pb.StatsRequest, "Watch": pb.WatchRequest}
+        requests |= {"Pin": pb.PinRequest, "Stats": pb.StatsRequest, "Report": pb.ReportRequest}
         try:
             if method == "Session":
                 await service.Session(None, call)
@@ -242,7 +240,7 @@ class Rpc:
                 from hicache.wire import hicached_pb2 as pb
 
                 replies = {"Lookup": pb.LookupReply, "Delete": pb.OutcomesReply, "Pin": pb.OutcomesReply}
-                replies |= {"Lease": pb.LeaseReply, "Stats": pb.StatsReply}
+                replies |= {"Lease": pb.LeaseReply, "Stats": pb.StatsReply, "Report": pb.ReportReply}
                 deadline_s = rpc._sim.now_s + timeout
                 call = self.begin(method, request, timeout)
                 self._channel.calls.append(call)
@@ -277,10 +275,10 @@ class UnaryMethod:
     def __init__(self, stub: Any, name: str) -> None:
         self._stub, self._name = stub, name
 
-    def __call__(self, request: Any, timeout: float) -> Any:
+    def __call__(self, request: Any, timeout: float, metadata: Any = ()) -> Any:
         return self._stub.unary(self._name, request, timeout)
 
-    def future(self, request: Any, timeout: float) -> Any:
+    def future(self, request: Any, timeout: float, metadata: Any = ()) -> Any:
         """Begun, and not waited for."""
         with contextlib.suppress(grpc.RpcError):
             self._stub.begin(self._name, request, timeout)
@@ -309,7 +307,7 @@ class SessionCall:
 
     def __init__(self, rpc: Rpc, channel: Channel, requests: Iterator[Any]) -> None:
         self._rpc, self._channel = rpc, channel
-        self._hello = next(requests)
+        self._requests = requests
         self._call: RunningCall | None = None
         self._is_cancelled = False
 
@@ -318,13 +316,14 @@ class SessionCall:
 
         if self._is_cancelled:
             raise RpcError(grpc.StatusCode.CANCELLED, "cancelled")
+        hello = next(self._requests)
         call = self._call = self._rpc.begin(self._channel.path, "Session", None, deadline_s=None)
         fiber = self._rpc._sim.current
         assert fiber is not None
         fiber.process.at_death.append(lambda: self._rpc.cancel(call))
         if self._is_cancelled:  # while it was on its way
             self._rpc.cancel(call)
-        hello = pb.SessionRequest.FromString(self._hello.SerializeToString())
+        hello = pb.SessionRequest.FromString(hello.SerializeToString())
         call.server.loop.call_soon_threadsafe(call.requests.put_nowait, hello)
         while True:
             with call.changed:
