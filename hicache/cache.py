@@ -424,6 +424,7 @@ class HiCache(CacheFront[Directory]):
     def release(self, request: Request) -> None:
         """The request is over, or given up at whatever point it was. Raises UsageError the second time."""
         with self._changed:
+            self._directory.tell_time(self._clock())
             self._directory.release(self._record_of(request))
             self._pump.pump()
 

@@ -181,7 +181,7 @@ class Directory(JobSide):
         pages = self.index.match(keys[:prompt_pages])
         record.keep = self.index.keep(keys, pages)
         self.index.touch(record.keep.entries)
-        self.index.now_s = now_s
+        self.index.tell_time(now_s)
         record.facts = RequestFacts(now_s, token_count, token_count - pages * self.spec.page_tokens)
         self.index.note_use(record.keep, record.facts)
         self.index.expire()
@@ -199,7 +199,7 @@ class Directory(JobSide):
 
     def tell_time(self, now_s: float) -> None:
         """By any clock that goes forward."""
-        self.index.now_s = now_s
+        self.index.tell_time(now_s)
 
     def gives_up_at_s(self, record: RequestRecord) -> float:
         """When waiting longer for the prefetch costs more than it can bring."""

@@ -135,7 +135,7 @@ class SlotDirectory(JobSide):
 
     def tell_time(self, now_s: float) -> None:
         """By any clock that goes forward. Promises end by it."""
-        self.index.now_s = now_s
+        self.index.tell_time(now_s)
         self.index.expire()
         self._loader.expire()
 

@@ -74,6 +74,8 @@ class Writer:
 
     def admits(self, keys: Sequence[bytes], *, first_page: int) -> int:
         """How many of these consecutive pages the policy lets down, of which the first is number ``first_page``."""
+        if not keys:
+            return 0
         index = self._index
         facts = SuffixFacts(index.now_s, first_page, index.page_tokens, index.page_bytes, index.victim)
         return self._policy.admits(keys, facts)

@@ -83,7 +83,7 @@ class Heap(Generic[Item]):
         self._rank = rank
         self._heap: list[tuple[Any, int, Item]] = []
         self._live: set[Item] = set()
-        self._recorded: set[Item] = set()  # items with a record in the heap, live or not
+        self._recorded: dict[Item, Any] = {}  # the rank in the record of each item that has one, live or not
         self._sequence = 0
 
     def add(self, item: Item) -> None:
@@ -100,7 +100,7 @@ class Heap(Generic[Item]):
         item = self.first()
         if item is not None:
             heapq.heappop(self._heap)
-            self._recorded.remove(item)
+            del self._recorded[item]
             self._live.remove(item)
         return item
 
@@ -110,7 +110,7 @@ class Heap(Generic[Item]):
             if item in self._live and self._rank(item) == stamp:
                 return item
             heapq.heappop(self._heap)
-            self._recorded.remove(item)
+            self._recorded.pop(item, None)
             if item in self._live:
                 self._push(item)
         return None
@@ -129,14 +129,14 @@ class Heap(Generic[Item]):
 
     def _push(self, item: Item) -> None:
         self._sequence += 1
-        self._recorded.add(item)
-        heapq.heappush(self._heap, (self._rank(item), self._sequence, item))
+        self._recorded[item] = rank = self._rank(item)
+        heapq.heappush(self._heap, (rank, self._sequence, item))
 
     def _compact(self) -> None:
         """Forget what is not live: it may have gone for good."""
         self._heap = [record for record in self._heap if record[2] in self._live]
         heapq.heapify(self._heap)
-        self._recorded &= self._live
+        self._recorded = {item: rank for item, rank in self._recorded.items() if item in self._live}
 
 
 class Lru(Heap[Item]):
@@ -177,3 +177,42 @@ class Ranked(Heap[Item]):
         super().add(item)
         if len(self._state) > 2 * len(self._live) + 64:
             self._state = {known: state for known, state in self._state.items() if known in self._live}
+
+
+class Reranked(Ranked[Item]):
+    """Base of those whose ranks may fall, but only when an item is used or added: that makes a second record."""
+
+    def __init__(self, items: Describe[Item]) -> None:
+        super().__init__(items)
+        self._changed: dict[Item, None] = {}  # its rank may have fallen below that in its record
+
+    def add(self, item: Item) -> None:
+        if item in self._recorded and item not in self._live:
+            self._changed[item] = None
+        super().add(item)
+
+    def remove(self, item: Item) -> None:
+        super().remove(item)
+        self._changed.pop(item, None)
+
+    def used(self, item: Item) -> None:
+        if item in self._live:
+            self._changed[item] = None
+
+    def first(self) -> Item | None:
+        if self._changed:
+            for item in self._changed:
+                if self._rank(item) < self._recorded[item]:
+                    self._push(item)
+            self._changed.clear()
+            if len(self._heap) > 2 * len(self._live) + 64:
+                self._compact()
+        return super().first()
+
+    def _compact(self) -> None:
+        """One record for each item that is live."""
+        items = dict.fromkeys(record[2] for record in self._heap if record[2] in self._live)
+        self._heap.clear()
+        self._recorded.clear()
+        for item in items:
+            self._push(item)

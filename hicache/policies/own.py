@@ -192,8 +192,9 @@ class ContinuationEviction(Generic[Item]):
                 if current <= worth * 1.05:
                     self._choice = number
                     return item
-                self._push(item)
             heapq.heappop(self._heap)
+            if self._live.get(item) == number:
+                self._push(item)
         return None
 
     def pop(self) -> Item | None:
