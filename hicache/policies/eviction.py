@@ -85,9 +85,11 @@ class Heap(Generic[Item]):
         self._live: set[Item] = set()
         self._recorded: dict[Item, Any] = {}  # the rank in the record of each item that has one, live or not
         self._sequence = 0
+        self._named: Item | None = None  # at the top of the heap, as ``first`` has found, until something changes
 
     def add(self, item: Item) -> None:
         self._live.add(item)
+        self._named = None
         if item not in self._recorded:
             self._push(item)
             if len(self._heap) > 2 * len(self._live) + 64:
@@ -95,23 +97,27 @@ class Heap(Generic[Item]):
 
     def remove(self, item: Item) -> None:
         self._live.discard(item)
+        self._named = None
 
     def pop(self) -> Item | None:
-        item = self.first()
+        item = self._named or self.first()
         if item is not None:
+            self._named = None
             heapq.heappop(self._heap)
             del self._recorded[item]
             self._live.remove(item)
         return item
 
     def first(self) -> Item | None:
-        while self._heap:
-            stamp, _, item = self._heap[0]
-            if item in self._live and self._rank(item) == stamp:
+        heap, live, rank = self._heap, self._live, self._rank
+        while heap:
+            stamp, _, item = heap[0]
+            if item in live and rank(item) == stamp:
+                self._named = item
                 return item
-            heapq.heappop(self._heap)
+            heapq.heappop(heap)
             self._recorded.pop(item, None)
-            if item in self._live:
+            if item in live:
                 self._push(item)
         return None
 
@@ -198,6 +204,7 @@ class Reranked(Ranked[Item]):
     def used(self, item: Item) -> None:
         if item in self._live:
             self._changed[item] = None
+            self._named = None
 
     def first(self) -> Item | None:
         if self._changed:
