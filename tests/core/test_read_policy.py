@@ -24,7 +24,7 @@ from hicache.policies.read import (
     ReadPolicy,
     read_policy_of,
 )
-from hicache.read_admission import PROBE_REST, Offer, ReadAdmission
+from hicache.read_admission import FIRST_SHARE, PROBE_REST, Offer, ReadAdmission
 from tests.core.situations import loaded_pages, prompt
 from tests.core.world import FULL, PAGE, STATE, World
 
@@ -282,6 +282,24 @@ def test_probing_takes_a_small_part_of_the_time_and_stops_where_nothing_is_ever_
     for _ in range(50):
         engine.serve(100, bytes_per_s=1e6)
     assert engine.probe_s == 0
+
+
+def test_the_first_fetch_costs_little_however_slow_the_store_is_and_the_next_request_waits_for_none() -> None:
+    costs, now_s = MeasuredCosts(), [0.0]
+    tell_prefill(costs, [(0, 100)], 1.0)
+    admission = ReadAdmission(LatencyBreakEven(costs), costs, page_tokens=1, now_s=lambda: now_s[0])
+    offer = Offer(0, [100], 100, lambda stop: stop * PAGE_BYTES, math.inf)
+    assert admission.worth(offer) == [100]
+    assert admission.patience_s(offer) == pytest.approx(costs.prefill_s(0, 100) * FIRST_SHARE)  # type: ignore[operator]
+    fetching = admission.begin(100 * PAGE_BYTES)
+    now_s[0] += 0.2
+    admission.give_up(fetching, gain_tokens=(0, 100))
+    assert admission.worth(offer) == [], "what is under way will tell"
+    now_s[0] += 30.0
+    admission.arrived(100 * PAGE_BYTES)
+    admission.end(fetching, {Outcome.OK})
+    assert costs.transfer_s("L3", 100 * PAGE_BYTES) == pytest.approx(30.2)
+    assert admission.worth(offer) == []
 
 
 # -- in the directory ------------------------------------------------------------------------------------------------
