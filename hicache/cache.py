@@ -9,7 +9,8 @@ from typing import Self
 
 from hicache.arena import arena_layout
 from hicache.connect import CAPACITY_BYTES_DEFAULT
-from hicache.directory import Directory, DirectoryConfig
+from hicache.directory import Directory
+from hicache.directory_config import DirectoryConfig
 from hicache.errors import UsageError
 from hicache.front import CacheFront
 from hicache.keys import BlockKeys, FieldValue, Tokens, token_array

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from hicache.arena import ArenaLayout
 from hicache.arena_room import ArenaRoom
-from hicache.node import Entry, Keep, Node, Tier
+from hicache.node import Entry, Keep, Node, Tier, path_from
 from hicache.page_changes import PageChange, PageChanges, Place
 from hicache.policies.eviction import EvictionFactory
 from hicache.policies.eviction_choice import lru
@@ -397,10 +397,3 @@ class Index:
         finally:
             if entry is not None:
                 self.unpin(entry)
-
-
-def path_from(end: Node | None) -> Iterator[Node]:
-    """The pages of the path that ends at ``end``, from there to its first one."""
-    while end is not None:
-        yield end
-        end = end.parent

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -87,3 +88,10 @@ class Keep:
 
     path: Node | None = None
     entries: list[Entry] = field(default_factory=list)  # each pinned once
+
+
+def path_from(end: Node | None) -> Iterator[Node]:
+    """The pages of the path that ends at ``end``, from there to its first one."""
+    while end is not None:
+        yield end
+        end = end.parent

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from hicache.costs.measured import MeasuredCosts
-from hicache.directory import DirectoryConfig
+from hicache.directory_config import DirectoryConfig
 from hicache.errors import ConfigError, UsageError
 from hicache.index import Index
 from hicache.jobbook import JobBook, JobSide

@@ -208,13 +208,16 @@ class Reranked(Ranked[Item]):
 
     def first(self) -> Item | None:
         if self._changed:
-            for item in self._changed:
-                if self._rank(item) < self._recorded[item]:
-                    self._push(item)
-            self._changed.clear()
-            if len(self._heap) > 2 * len(self._live) + 64:
-                self._compact()
+            self._put_right()
         return super().first()
+
+    def _put_right(self) -> None:
+        for item in self._changed:
+            if self._rank(item) < self._recorded[item]:
+                self._push(item)
+        self._changed.clear()
+        if len(self._heap) > 2 * len(self._live) + 64:
+            self._compact()
 
     def _compact(self) -> None:
         """One record for each item that is live."""

@@ -184,8 +184,8 @@ MUTANTS = (
         "for copies in node.entries:",
         "for copies in node.entries[:1]:",
     ),
-    mutant("a rank that has risen is not put right", Heap.first, "and self._rank(item) == stamp", ""),
-    mutant("a rank that has fallen is not put right", Reranked.used, "if item in self._live:", "if False:"),
+    mutant("a rank that has risen is not put right", Heap.first, "and rank(item) == stamp", ""),
+    mutant("a rank that has fallen is not put right", Reranked._put_right, "self._push(item)", "pass"),
     mutant(
         "a heap forgets what comes back",
         Heap.add,

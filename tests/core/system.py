@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from hicache.arena import ArenaLayout
-from hicache.directory import Directory, DirectoryConfig
+from hicache.directory import Directory
+from hicache.directory_config import DirectoryConfig
 from hicache.jobs import FetchJob, Job, StoreJob
 from hicache.keys import BlockKeys
 from hicache.node import Entry, Keep, Tier
@@ -19,13 +20,8 @@ from hicache.policies.write import WritePolicy, WriteThrough
 from hicache.spec import CacheSpec, Group
 from hicache.stats import DirectoryStats
 from tests.core.checked_eviction import checked
-from tests.core.invariants import (
-    ALWAYS,
-    AT_REST,
-    everything_is_in_l3_if_said_so,
-    is_unwritten,
-    pages_are_used_until_their_request_ends,
-)
+from tests.core.eviction_invariants import pages_are_used_until_their_request_ends
+from tests.core.invariants import ALWAYS, AT_REST, everything_is_in_l3_if_said_so, is_unwritten
 from tests.core.live import PAGE, Live, stage_of
 from tests.core.simulated_executor import Fault, SimulatedExecutor, no_fault
 

@@ -20,13 +20,12 @@ from hicache.policies.write import (
 )
 from hicache.slots import slot_of
 from hicache.spec import Group, PagedGroup, StateField, StateGroup
-from tests.core.invariants import (
+from tests.core.eviction_invariants import (
     each_use_is_counted_once,
-    the_path_has_no_more_snapshots_than_the_cap,
-    usable_pages,
     uses_by_entry,
     what_is_idle_for_too_long_has_gone,
 )
+from tests.core.invariants import the_path_has_no_more_snapshots_than_the_cap, usable_pages
 from tests.core.live import PAGE, Live
 from tests.core.simulated_executor import Fault, no_fault
 from tests.core.system import System
