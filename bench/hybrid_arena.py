@@ -16,7 +16,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from hicache.arena import Arena, ArenaLayout, arena_layout, slot_bytes
-from hicache.directory import Directory, DirectoryConfig
+from hicache.directory import Directory
+from hicache.directory_config import DirectoryConfig
 from hicache.index import Index
 from hicache.jobs import Completion
 from hicache.loader import Load

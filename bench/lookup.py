@@ -17,12 +17,14 @@ from rich.table import Table
 
 from bench.lookup_daemon import CountBench, CountRow, RestartRow, counts_up_to, growth, why_not
 from bench.lookup_directory import MatchRow, measure_match
+from bench.lookup_eviction import EvictionRow, measure_evictions
 from bench.lookup_index import IndexRow, measure_index
 from bench.lookup_keys import HashRow, measure_hashing
 from bench.machine import machine_facts, write_json
 
 OBJECTS_MAX_QUICK = 10**5
 OBJECTS_MAX_FULL = 10**6  # 10^7 takes a flag, 80 GB of disk and 50 GB of memory
+PAGES_QUICK, PAGES_FULL = 1024, 8192  # of eviction policies
 INDEXED_QUICK = (10**4, 10**5, 10**6)  # in this process: the index of the daemon alone
 INDEXED_FULL = (10**4, 10**5, 10**6, 10**7)
 RESIDENT_PAGES_QUICK = (10_000, 40_000)
@@ -38,6 +40,7 @@ class Results:
     index: list[IndexRow] = field(default_factory=list)
     restart: list[RestartRow] = field(default_factory=list)
     directory: list[MatchRow] = field(default_factory=list)
+    eviction: list[EvictionRow] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
 
 
@@ -47,7 +50,7 @@ class Results:
 @click.option("--objects-max", type=click.IntRange(10**3, 10**8), help="The most resident objects, such as 10000000.")
 @click.option("--folder", metavar="DIR", help="Where the store is made; a temporary folder otherwise.")
 def main(json_path: str | None, quick: bool, objects_max: int | None, folder: str | None) -> None:
-    """Measure hashing, lookups, small objects, memory per object, a restart, and the directory's match."""
+    """Measure hashing, lookups, small objects, memory per object, a restart, the directory's match, and evictions."""
     start_s, load_before = time.monotonic(), os.getloadavg()[0]
     console = Console(stderr=json_path == "-", width=None if sys.stdout.isatty() else 140)
     results = Results()
@@ -67,6 +70,8 @@ def main(json_path: str | None, quick: bool, objects_max: int | None, folder: st
         status.update("directory")
         for pages in RESIDENT_PAGES_QUICK if quick else RESIDENT_PAGES_FULL:
             results.directory += measure_match(pages)
+        status.update("eviction policies")
+        results.eviction = measure_evictions(PAGES_QUICK if quick else PAGES_FULL, rounds=3 if quick else 7)
     machine = machine_facts(load_before) | {"wall_s": round(time.monotonic() - start_s, 1)}
     print_results(results, machine, console)
     write_json(to_json(results, machine), json_path)
@@ -110,6 +115,7 @@ def print_results(results: Results, machine: dict[str, object], console: Console
             console.print(f"from {rows[0].objects:,} to {rows[-1].objects:,} objects: {grown}")
     _print("Restart", results.restart, console)
     _print("Directory.open beside five look-ups a page in the same dict", results.directory, console)
+    _print("Eviction policies in the directory; microseconds a page", results.eviction, console)
     for line in results.skipped:
         console.print(f"skipped: {line}")
     console.print(", ".join(f"{name} {value}" for name, value in machine.items()))

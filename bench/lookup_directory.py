@@ -8,7 +8,8 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from hicache.directory import Directory, DirectoryConfig
+from hicache.directory import Directory
+from hicache.directory_config import DirectoryConfig
 from hicache.jobs import Completion
 from hicache.node import Tier
 from hicache.outcome import Outcome

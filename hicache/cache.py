@@ -9,7 +9,8 @@ from typing import Self
 
 from hicache.arena import arena_layout
 from hicache.connect import CAPACITY_BYTES_DEFAULT
-from hicache.directory import Directory, DirectoryConfig
+from hicache.directory import Directory
+from hicache.directory_config import DirectoryConfig
 from hicache.errors import UsageError
 from hicache.front import CacheFront
 from hicache.keys import BlockKeys, FieldValue, Tokens, token_array
@@ -429,6 +430,7 @@ class HiCache(CacheFront[Directory]):
     def release(self, request: Request) -> None:
         """The request is over, or given up at whatever point it was. Raises UsageError the second time."""
         with self._changed:
+            self._directory.tell_time(self._clock())
             self._directory.release(self._record_of(request))
             self._pump.pump()
         self._tell_misses()

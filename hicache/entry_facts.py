@@ -21,7 +21,8 @@ class EntryFacts:
     """See ``Describe``."""
 
     def __init__(self, spec: CacheSpec, group: int, clock: Clock) -> None:
-        self.last_use = last_path_use if spec.reach_pages[group] is None else last_use
+        self._is_path = spec.reach_pages[group] is None
+        self.last_use = last_path_use if self._is_path else last_use
         self._clock = clock
         self._page_tokens = spec.page_tokens
         self._bytes = spec.object_bytes[group]
@@ -32,7 +33,7 @@ class EntryFacts:
         return EvictionFacts(
             entry.node.key,
             self._clock.now_s,
-            entry.used_s,
+            max(entry.used_s, entry.node.used_s) if self._is_path else entry.used_s,
             self.last_use(entry),
             entry.born_at,
             entry.uses,

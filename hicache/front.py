@@ -98,8 +98,14 @@ class CacheFront(Generic[D]):
         Tell it once for each request, or each chunk that was computed alone: the read policy compares loads with it.
         Without it everything that is found is loaded. Raises UsageError unless ``0 <= start < end``.
         """
+        self.tell_step([(start, end)], seconds=seconds)
+
+    def tell_step(self, parts: Sequence[tuple[int, int]], *, seconds: float) -> None:
+        """One step computed these ``[start, end)`` of as many prompts: ``tell_prefill`` for those who batch them.
+        Steps that mostly decode say little of prefills: leave them out. Raises UsageError likewise, and for no parts.
+        """
         with self._changed:
-            tell_prefill(self._directory.costs, start, end, seconds)
+            tell_prefill(self._directory.costs, parts, seconds)
 
     def read(self) -> EngineReading:
         """Everything that is counted, at one moment."""

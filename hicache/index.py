@@ -10,7 +10,7 @@ from typing import Protocol
 
 from hicache.arena import ArenaLayout
 from hicache.arena_room import ArenaRoom
-from hicache.node import Entry, Keep, Node, Tier
+from hicache.node import Entry, Keep, Node, Tier, path_from
 from hicache.page_changes import PageChange, PageChanges, Place
 from hicache.policies.eviction import EvictionFactory
 from hicache.policies.eviction_choice import lru
@@ -143,7 +143,9 @@ class Index:
             first -= 1
         parent = self.nodes[keys[first - 1]] if first and self.rule.full_mask else None
         for number in range(first, page + 1):
-            node = self.nodes[keys[number]] = Node(keys[number], parent, number, self.group_count, self._tick)
+            node = self.nodes[keys[number]] = Node(
+                keys[number], parent, number, self.group_count, used_at=self._tick, now_s=self.now_s
+            )
             if parent is not None:
                 parent.children.add(node)
             parent = node
@@ -242,13 +244,17 @@ class Index:
             self.unpin(entry)
         entries.clear()
 
+    def tell_time(self, now_s: float) -> None:
+        """Time never goes back here: what has ended is told of after what has begun since."""
+        self.now_s = max(self.now_s, now_s)
+
     def touch(self, entries: Iterable[Entry]) -> None:
         """The objects behind these entries are in use now, in whichever tiers they are."""
         self._tick += 1
         for used in entries:
             for copies in used.node.entries:
                 if (entry := copies[used.group]) is not None:
-                    entry.used_at = self._tick
+                    entry.used_at, entry.used_s = self._tick, self.now_s
 
     def note_use(self, keep: Keep, request: RequestFacts) -> None:
         """A request has found what it keeps. Free, unless the eviction policy watches use: then O(pages)."""
@@ -265,8 +271,10 @@ class Index:
     def touch_path(self, node: Node | None) -> None:
         """The full-attention objects of the path that ends at ``node`` are in use now, in whichever tiers they are."""
         self._tick += 1
+        now_s = self.now_s
         while node is not None:  # written out, as in off_device_pages: it is done for every page of every request
             node.used_at = self._tick
+            node.used_s = now_s
             node = node.parent
 
     # -- paths -------------------------------------------------------------------------------------------------------
@@ -389,10 +397,3 @@ class Index:
         finally:
             if entry is not None:
                 self.unpin(entry)
-
-
-def path_from(end: Node | None) -> Iterator[Node]:
-    """The pages of the path that ends at ``end``, from there to its first one."""
-    while end is not None:
-        yield end
-        end = end.parent

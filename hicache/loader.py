@@ -255,7 +255,7 @@ class Loader:
         if load.record.released:
             pass
         elif load.failed:
-            self._cut_back(load.record, load.failed, is_reset=kind is CopyKind.RESET)
+            self._cut_back(load, is_reset=kind is CopyKind.RESET)
         else:
             self._loaded(load.record, load.pages, load.copies, load.sources)
         if load.in_flight:
@@ -273,17 +273,20 @@ class Loader:
         for group, handle in load.lives:
             self._index.release(Tier.L1, group, [handle])
 
-    def _cut_back(self, record: RequestRecord, failed: Sequence[Part], *, is_reset: bool) -> None:
-        """Give back what the failed load took; the next one does without what failed."""
+    def _cut_back(self, load: _LoadUnderWay, *, is_reset: bool) -> None:
+        """Give back what the failed load took; the next one does without what failed, and, while that load is still in
+        flight on some rank, without its live slots."""
+        record = load.record
         record.cut_reason = "load_failed"
         for group in self._paged_groups:
             self._index.release(Tier.L1, group, record.tables[group])
             record.tables[group] = []
         if is_reset:
             record.reset_failed = True
-            self._release_live(record)
         else:
-            record.lost.update(failed)
+            record.lost.update(load.failed)
+        if is_reset or load.in_flight:
+            self._release_live(record)
 
     def _loaded(self, record: RequestRecord, pages: int, copies: Sequence[_Copy], sources: Mapping[int, Entry]) -> None:
         """Every copy has arrived, or will before compute reads it: publish the pages in L1 and keep them."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import IntEnum
 
@@ -28,7 +29,7 @@ class Entry:
         self.pins = 0
         self.used_at = 0  # the tick of its last use; of full-attention groups that of the page counts instead
         self.born_at = born_at  # how many had been published when it was
-        self.used_s = now_s  # this and what follows only where the eviction policy watches use
+        self.used_s = now_s  # when it was last used, likewise; what follows only where the eviction policy watches use
         self.uses = 1  # requests that found it, and the one that made it
         self.last: RequestFacts | None = None  # the one of them that came last
 
@@ -52,9 +53,12 @@ class Node:
         "resident",
         "storing",
         "used_at",
+        "used_s",
     )
 
-    def __init__(self, key: bytes, parent: Node | None, page: int, group_count: int, used_at: int) -> None:
+    def __init__(
+        self, key: bytes, parent: Node | None, page: int, group_count: int, *, used_at: int, now_s: float
+    ) -> None:
         self.key = key
         self.parent = parent
         self.page = page
@@ -70,6 +74,7 @@ class Node:
         self.anchors = 0  # holders that want what is known of its path to stay known, whatever is here of it
         self.held = 0  # holds on paths that end here, and children that are held themselves
         self.used_at = used_at  # the tick when a path through it was last used
+        self.used_s = now_s  # the time of that
 
     def nearest(self, group: int) -> Entry | None:
         """The copy of an object that takes the least to use, if it is here."""
@@ -83,3 +88,10 @@ class Keep:
 
     path: Node | None = None
     entries: list[Entry] = field(default_factory=list)  # each pinned once
+
+
+def path_from(end: Node | None) -> Iterator[Node]:
+    """The pages of the path that ends at ``end``, from there to its first one."""
+    while end is not None:
+        yield end
+        end = end.parent

@@ -13,6 +13,7 @@ from hicache.policies.read import LoadFacts, ReadPolicy
 
 ROUNDS_MAX = 8  # a policy that always wants a little less must not be asked for ever
 PROBE_SHARE = 1 / 8  # of computing what was declined: what a probe may take
+FIRST_SHARE = 1 / 8  # of computing: what a request waits for a fetch of which nobody knows how long it takes
 PROBE_REST = 20  # times as long as a probe took nothing is probed: 5 % of the bandwidth of a store that is not used
 CHECK_SHARE = 1 / 16  # of what loads take: what computing at times in their place may cost
 UNCHECKED_AT_START = 0.75  # what is known of computing at first is least certain
@@ -63,6 +64,8 @@ class ReadAdmission:
     def worth(self, offer: Offer) -> list[int]:
         """The leading ones of the stops that are worth being loaded: all, some, or none."""
         stops = offer.stops
+        if stops and self._under_way_bytes and self._is_first(self._facts(offer, stops[-1])):
+            return []  # what is under way will tell
         for _ in range(ROUNDS_MAX):
             if not stops:
                 break
@@ -96,7 +99,14 @@ class ReadAdmission:
 
     def patience_s(self, offer: Offer) -> float:
         """How long a request should wait at most for what is fetched of the last stop."""
-        return min(offer.patience_s, self._policy.patience_s(self._facts(offer, offer.stops[-1])))
+        facts = self._facts(offer, offer.stops[-1])
+        share = FIRST_SHARE if self._is_first(facts) else 1.0
+        return min(offer.patience_s, share * self._policy.patience_s(facts))
+
+    def _is_first(self, facts: LoadFacts) -> bool:
+        """Whether nothing like it was fetched so far, and somebody would wait for it in vain if it took long. What has
+        not come by then goes on coming, and tells how long it took."""
+        return self._costs.transfer_s(TIER, facts.bytes) is None and self._policy.patience_s(facts) < math.inf
 
     def begin(self, size_bytes: int, *, is_probe: bool = False) -> Fetching:
         """So many bytes are asked for now."""

@@ -205,11 +205,15 @@ class Room:
 
     def expire(self) -> None:
         """Evict what the policy does not want to keep, though there is room."""
-        for tier in Tier:
-            for group in range(len(self._last_uses)):
-                for queue in (self._eviction[tier][group], self._unwritten[tier][group]):
-                    while queue.expired(self._tree.now_s) is not None and self._evict_oldest(queue):
-                        pass
+        queues = [queue for kind in (self._eviction, self._unwritten) for tier in kind for queue in tier]
+        while any(self._expire(queue) for queue in queues):  # what has gone may have been in the way of something
+            pass
+
+    def _expire(self, queue: EvictionPolicy[Entry]) -> bool:
+        has_evicted = False
+        while (entry := queue.expired(self._tree.now_s)) is not None:
+            has_evicted |= self._evict_or_park(queue, entry)
+        return has_evicted
 
     def _make_room(self, tier: Tier, group: int) -> bool:
         """Evict what shall go first, so that one slot more is free, or closer to it. False when nothing may go."""
@@ -225,20 +229,26 @@ class Room:
     def _evict_oldest(self, queue: EvictionPolicy[Entry]) -> bool:
         """Evict the first one of a queue that can go without anything below its page; park those before it."""
         while (entry := queue.first()) is not None:
-            node = entry.node
-            if not self._is_last(entry):
-                queue.pop()
-                self._evict(entry)
-                self._tree.prune(node)
+            if self._evict_or_park(queue, entry):
                 return True
-            if not node.children and not self._is_kept(node):
-                queue.pop()
-                self._drop([node])
-                return True
-            queue.remove(entry)
-            self._parked[entry.tier][entry.group][entry] = None
-            node.has_parked = True
         return False
+
+    def _evict_or_park(self, queue: EvictionPolicy[Entry], first: Entry) -> bool:
+        """The first one of a queue goes, or is parked."""
+        node = first.node
+        is_last = self._is_last(first)
+        if is_last and (node.children or self._is_kept(node)):
+            queue.remove(first)
+            self._parked[first.tier][first.group][first] = None
+            node.has_parked = True
+            return False
+        queue.pop()
+        if is_last:
+            self._drop([node])
+        else:
+            self._evict(first)
+            self._tree.prune(node)
+        return True
 
     def _evict_subtree(self, parked: Iterable[Entry]) -> bool:
         """Evict a page with all that is below it: only such pages are parked."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from typing import Self
 
-from hicache.directory import DirectoryConfig
+from hicache.directory_config import DirectoryConfig
 from hicache.errors import UsageError
 from hicache.front import CacheFront
 from hicache.keys import BlockKeys, FieldValue, chained_key

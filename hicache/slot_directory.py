@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from hicache.costs.measured import MeasuredCosts
-from hicache.directory import DirectoryConfig
+from hicache.directory_config import DirectoryConfig
 from hicache.errors import ConfigError, UsageError
 from hicache.index import Index
 from hicache.jobbook import JobBook, JobSide
@@ -135,7 +135,7 @@ class SlotDirectory(JobSide):
 
     def tell_time(self, now_s: float) -> None:
         """By any clock that goes forward. Promises end by it."""
-        self.index.now_s = now_s
+        self.index.tell_time(now_s)
         self.index.expire()
         self._loader.expire()
 

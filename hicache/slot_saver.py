@@ -115,6 +115,7 @@ class SlotSaver:
                 copies.append(copy)
             if (node := self._index.nodes.get(record.keys[page])) is not None:
                 stores.append(node)
+        self._writer.note_written(group for copy in copies for group, _ in copy.sources)
         for batch in batches(copies, _JOB_ITEMS_MAX):
             self._emit(record, save, batch)
         self._touch_path(record, by_page)

@@ -74,6 +74,8 @@ class Writer:
 
     def admits(self, keys: Sequence[bytes], *, first_page: int) -> int:
         """How many of these consecutive pages the policy lets down, of which the first is number ``first_page``."""
+        if not keys:
+            return 0
         index = self._index
         facts = SuffixFacts(index.now_s, first_page, index.page_tokens, index.page_bytes, index.victim)
         return self._policy.admits(keys, facts)
@@ -85,8 +87,18 @@ class Writer:
         """
         if not self._limits.has_l2:
             return 0
-        nodes = map(self._index.nodes.get, keys[: self.admits(keys, first_page=first_page)])
-        return self.send_down(node for node in nodes if node is not None)
+        nodes = self._index.nodes
+        here = next((page for page, key in enumerate(keys) if self._lacks_below(nodes.get(key))), len(keys))
+        admitted = here + self.admits(keys[here:], first_page=first_page + here)
+        return self.send_down(node for node in map(nodes.get, keys[:admitted]) if node is not None)
+
+    def note_written(self, groups: Iterable[int]) -> None:
+        """An object of each of these groups is being copied down, which counts for the policy."""
+        self._policy.wrote(sum(self._stats.object_bytes[group] for group in groups))
+
+    @staticmethod
+    def _lacks_below(node: Node | None) -> bool:
+        return node is None or bool(node.masks[Tier.L1] & ~(node.masks[Tier.L2] | node.copying | node.in_l3))
 
     def send_down(self, path: Iterable[Node]) -> int:
         """Send down what of these pages, each after its parent, is not below yet. Returns how many have been seen to.
@@ -182,6 +194,7 @@ class Writer:
         return _PageCopy(node, sources, tuple(targets))
 
     def _copy_down(self, copies: Sequence[_PageCopy]) -> None:
+        self.note_written(source.group for copy in copies for source in copy.sources)
         for batch in batches(copies, self._limits.job_items_max):
             self._emit_backup(batch)
 

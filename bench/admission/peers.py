@@ -23,6 +23,9 @@ class VllmStoreThreshold:
     def touch(self, keys: Sequence[bytes]) -> bool:
         return False
 
+    def wrote(self, size_bytes: int) -> None:
+        pass
+
     def admits(self, keys: Sequence[bytes], facts: SuffixFacts) -> int:
         """Counts an offer of each of the keys."""
         offers = self._offers

@@ -203,7 +203,9 @@ class _Tier:
             return here
         keys = PrefixKeys(blocks, here)
         facts = SuffixFacts(self.tree.now_s, here, self._page_tokens, self._page_bytes, self._victim, request)
-        return here + self.write.admits(keys, facts)
+        admitted = self.write.admits(keys, facts)
+        self.write.wrote(admitted * self._page_bytes)
+        return here + admitted
 
     def _victim(self) -> bytes | None:
         victim = self.tree.victim()

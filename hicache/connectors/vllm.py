@@ -8,7 +8,6 @@ from __future__ import annotations
 import tempfile
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorMetadata,
     KVConnectorRole,
     KVConnectorTransferResults,
+    KVConnectorWorkerMetadata,
     SupportsHMA,
 )
 from vllm.distributed.parallel_state import get_pp_group, get_tp_group
@@ -39,6 +39,7 @@ from hicache.connectors.vllm_identity import (
     engine_identity,
     weights_revision,
 )
+from hicache.connectors.vllm_messages import HiCacheHandshake, HiCacheMetadata, HiCacheStepTimes
 from hicache.connectors.vllm_metrics import HiCachePromMetrics, HiCacheStats
 from hicache.connectors.vllm_pages import Geometry
 from hicache.connectors.vllm_scheduler import Identity, SchedulerSide, StepPlan
@@ -63,21 +64,8 @@ if TYPE_CHECKING:
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
     from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
-
-
-@dataclass(frozen=True)
-class HiCacheMetadata(KVConnectorMetadata):
-    """From the scheduler to every worker, with each step."""
-
-    plan: StepPlan
-
-
-@dataclass(frozen=True)
-class HiCacheHandshake(KVConnectorHandshakeMetadata):
-    """From every worker to the scheduler, once: what the engine's cache is."""
-
-    engine: EngineSpec
 
 
 class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
@@ -140,6 +128,11 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         plan = _plan(self._get_connector_metadata())
         return KVConnectorTransferResults(finished_recving=set(plan.received), failed_recving=set(plan.failed))
 
+    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+        """What the steps that have ended took to compute."""
+        seconds = {} if self._worker is None else self._worker.step_times()
+        return HiCacheStepTimes(seconds) if seconds else None
+
     def start_load_kv(self, forward_context: ForwardContext, **kwargs: Any) -> None:
         """Nothing: loads have their place between steps."""
 
@@ -166,6 +159,8 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
             ranks=self._leader,
             prefetch=settings.prefetch,
             write_policy=settings.write_policy,
+            eviction=settings.eviction,
+            read_policy=settings.read_policy,
             one_numbering=True,
             tells_changes=self._tells_events,
         )
@@ -179,6 +174,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
             saves=self._kv_transfer_config.is_kv_producer,
             zeroes_early=bool(getattr(self._vllm_config, "use_v2_model_runner", False)),
             events=self._events,
+            stages=self._vllm_config.parallel_config.pipeline_parallel_size,
         )
 
     def on_new_request(self, request: Request) -> None:
@@ -230,6 +226,12 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
             _new_blocks(scheduler_output),
         )
         return HiCacheMetadata(plan)
+
+    def update_connector_output(self, connector_output: KVConnectorOutput) -> None:
+        """What workers have timed."""
+        times = connector_output.kv_connector_worker_meta
+        if isinstance(times, HiCacheStepTimes):
+            self._side.prefill_times.computed(times.seconds)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         """See ``request_finished_all_groups``."""

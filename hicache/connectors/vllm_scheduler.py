@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, TypeVar
 
+from hicache.connectors.step_times import PrefillTimes
 from hicache.connectors.vllm_pages import BlockIds, Cache, Events, Geometry, Load, Slots, VllmRequest
 from hicache.samples import Samples, samples_of
 
@@ -31,7 +32,8 @@ class StepPlan:
     """What every worker is told of one engine step: its place among the copies, and what to report of loads.
 
     ``fence``: a further step, without compute, that ends when nothing is read from blocks any more. ``is_idle``: it
-    computes nothing, and what vLLM would compute waits for L3 or for copies.
+    computes nothing, and what vLLM would compute waits for L3 or for copies. ``is_timed``: how long it computes shall
+    be told.
     """
 
     number: int
@@ -40,6 +42,7 @@ class StepPlan:
     received: frozenset[str] = frozenset()
     failed: frozenset[str] = frozenset()
     is_idle: bool = False
+    is_timed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,9 +102,11 @@ class SchedulerSide:
         saves: bool = True,
         zeroes_early: bool = False,
         events: Events | None = None,
+        stages: int = 1,
     ) -> None:
         """``identity_of``: None for a request that must neither load nor save. ``zeroes_early``: workers may write to
-        new blocks before they take the step. ``events``: are told what pages requests are made of.
+        new blocks before they take the step. ``events``: are told what pages requests are made of. ``stages``: of the
+        pipeline.
         """
         self.cache = cache
         self.counts = Counts()
@@ -116,6 +121,7 @@ class SchedulerSide:
         self._has_waiting = False  # since the last step a request was told to wait for L3
         self._reused: set[int] = set()  # blocks that loads of the next step were given
         self._epoch: str | None = None
+        self.prefill_times = PrefillTimes(lambda parts, seconds: cache.tell_step(parts, seconds=seconds), stages=stages)
 
     # -- a request ---------------------------------------------------------------------------------------------------
 
@@ -208,7 +214,15 @@ class SchedulerSide:
             received,
             failed,
             is_idle=has_waiting and not scheduled and not received,
+            is_timed=self.prefill_times.planned(step.number, self._computed_by(scheduled)),
         )
+
+    def _computed_by(self, scheduled: Mapping[str, int]) -> Iterator[tuple[int, int]]:
+        """What a step computes of each request, without drafts, which are few."""
+        for request_id, tokens in scheduled.items():
+            if (entry := self._entries.get(request_id)) is not None:
+                start = entry.request.num_computed_tokens
+                yield start, min(start + tokens, entry.request.num_tokens)
 
     def _load(self, entry: _Entry) -> None:
         wanted, entry.wanted = entry.wanted, None

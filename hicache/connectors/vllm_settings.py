@@ -9,8 +9,11 @@ from pathlib import Path
 from typing import Any, get_args
 
 from hicache.connectors.checkpoint import Depth
+from hicache.costs.measured import MeasuredCosts
 from hicache.errors import ConfigError
+from hicache.policies.eviction_choice import eviction_policy_of
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy
+from hicache.policies.read import READ_POLICY_DEFAULT, read_policy_of
 from hicache.policies.write import write_policy_of
 from hicache.ranks.settings import Ranks
 
@@ -42,6 +45,8 @@ class VllmSettings:
     prefetch_hard_cap_s: float = 30.0
     prefetch_threshold_tokens: int = 256
     write_policy: str = "write_through"
+    eviction: str = "lru"
+    read_policy: str = READ_POLICY_DEFAULT
     tenant_salt_required: bool = False
     weights: Depth = "sampled"
     weights_revision: str | None = None
@@ -59,6 +64,8 @@ class VllmSettings:
             raise ConfigError(f"{_PREFIX}token_file", self.token_file, "token or token_file, not both")
         self.prefetch  # noqa: B018  # its checks are part of these
         write_policy_of(self.write_policy)
+        eviction_policy_of(self.eviction)
+        read_policy_of(self.read_policy, MeasuredCosts())
         if self.weights not in get_args(Depth):
             raise ConfigError(f"{_PREFIX}weights", self.weights, f"one of {', '.join(get_args(Depth))}")
         if self.ranks:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from hicache.connect import open_l3
+from hicache.connectors.step_times import step_clock_for
 from hicache.connectors.vllm_scheduler import StepPlan
 from hicache.connectors.vllm_settings import VllmSettings
 from hicache.connectors.vllm_spec import EngineSpec, LayerBlocks, adoptable, described, engine_spec
@@ -83,6 +84,8 @@ class WorkerSide:
             settings, self.engine, kv_cache_config, tensors, place.rank, leader
         )
         self._rank = place.rank
+        self._stage = place.rank // place.tp_size
+        self._clock = step_clock_for(next(iter(tensors.values())).device)
         self._l3 = self._worker.l3
 
     def begin(self, plan: StepPlan) -> None:
@@ -91,14 +94,21 @@ class WorkerSide:
         """
         self._end_step()
         self._step = self._entered(plan.number, plan.after)
+        if plan.is_timed:
+            self._clock.begin(plan.number)
 
     def end(self, plan: StepPlan) -> None:
         """Compute has been asked for, and its blocks may be copied."""
+        self._clock.end()
         self._end_step()
         if plan.fence is not None and (fence := self._entered(*plan.fence)) is not None:
             fence.close()
         if plan.is_idle and self._worker is not None:
             self._worker.pause(timeout_s=IDLE_STEP_S)
+
+    def step_times(self) -> dict[tuple[int, int], float]:
+        """Seconds that steps have computed here, of those that have ended since the last call, by step and stage."""
+        return {(step, self._stage): seconds for step, seconds in self._clock.take().items()}
 
     def samples(self) -> Samples:
         """What its client of hicached has counted since start; nothing with another L3."""

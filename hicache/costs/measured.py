@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
+from collections.abc import Sequence
 
 from hicache.costs.fit import REACH, OnlineFit, Row
 from hicache.errors import UsageError
@@ -19,8 +20,13 @@ class MeasuredCosts:
 
     def computed(self, start_tokens: int, end_tokens: int, seconds: float) -> None:
         """The tokens ``[start, end)`` of a prompt were computed in so many seconds."""
-        self._prefill.add((*_work(start_tokens, end_tokens), 1.0), seconds)
-        self.largest_computed_tokens = max(self.largest_computed_tokens, end_tokens - start_tokens)
+        self.computed_together([(start_tokens, end_tokens)], seconds)
+
+    def computed_together(self, parts: Sequence[tuple[int, int]], seconds: float) -> None:
+        """Such parts of several prompts were computed in one step, in so many seconds."""
+        tokens, pairs = map(sum, zip(*(_work(start, end) for start, end in parts), strict=True))
+        self._prefill.add((tokens, pairs, 1.0), seconds)
+        self.largest_computed_tokens = max(self.largest_computed_tokens, *(end - start for start, end in parts))
 
     def moved(self, tier: str, size_bytes: int, seconds: float) -> None:
         """So many bytes, with those that were waiting before them, took so long to come from ``tier``."""
@@ -47,10 +53,13 @@ def _work(start: int, end: int) -> Row:
     return float(end - start), float(end**2 - start**2)
 
 
-def tell_prefill(costs: MeasuredCosts, start: int, end: int, seconds: float) -> None:
-    """``costs.computed`` of what an engine says. Raises UsageError for what cannot be."""
-    if not 0 <= start < end:
-        raise UsageError(f"tell_prefill: [{start}, {end}): expected 0 <= start < end, in tokens")
+def tell_prefill(costs: MeasuredCosts, parts: Sequence[tuple[int, int]], seconds: float) -> None:
+    """``costs.computed_together`` of what an engine says. Raises UsageError for what cannot be."""
+    for start, end in parts:
+        if not 0 <= start < end:
+            raise UsageError(f"tell_prefill: [{start}, {end}): expected 0 <= start < end, in tokens")
+    if not parts:
+        raise UsageError("tell_prefill: no tokens: expected one part at least")
     if not 0 < seconds < math.inf:
         raise UsageError(f"tell_prefill: seconds = {seconds}: expected a finite time above 0")
-    costs.computed(start, end, seconds)
+    costs.computed_together(parts, seconds)

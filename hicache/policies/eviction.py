@@ -83,11 +83,13 @@ class Heap(Generic[Item]):
         self._rank = rank
         self._heap: list[tuple[Any, int, Item]] = []
         self._live: set[Item] = set()
-        self._recorded: set[Item] = set()  # items with a record in the heap, live or not
+        self._recorded: dict[Item, Any] = {}  # the rank in the record of each item that has one, live or not
         self._sequence = 0
+        self._named: Item | None = None  # at the top of the heap, as ``first`` has found, until something changes
 
     def add(self, item: Item) -> None:
         self._live.add(item)
+        self._named = None
         if item not in self._recorded:
             self._push(item)
             if len(self._heap) > 2 * len(self._live) + 64:
@@ -95,23 +97,27 @@ class Heap(Generic[Item]):
 
     def remove(self, item: Item) -> None:
         self._live.discard(item)
+        self._named = None
 
     def pop(self) -> Item | None:
-        item = self.first()
+        item = self._named or self.first()
         if item is not None:
+            self._named = None
             heapq.heappop(self._heap)
-            self._recorded.remove(item)
+            del self._recorded[item]
             self._live.remove(item)
         return item
 
     def first(self) -> Item | None:
-        while self._heap:
-            stamp, _, item = self._heap[0]
-            if item in self._live and self._rank(item) == stamp:
+        heap, live, rank = self._heap, self._live, self._rank
+        while heap:
+            stamp, _, item = heap[0]
+            if item in live and rank(item) == stamp:
+                self._named = item
                 return item
-            heapq.heappop(self._heap)
-            self._recorded.remove(item)
-            if item in self._live:
+            heapq.heappop(heap)
+            self._recorded.pop(item, None)
+            if item in live:
                 self._push(item)
         return None
 
@@ -129,14 +135,14 @@ class Heap(Generic[Item]):
 
     def _push(self, item: Item) -> None:
         self._sequence += 1
-        self._recorded.add(item)
-        heapq.heappush(self._heap, (self._rank(item), self._sequence, item))
+        self._recorded[item] = rank = self._rank(item)
+        heapq.heappush(self._heap, (rank, self._sequence, item))
 
     def _compact(self) -> None:
         """Forget what is not live: it may have gone for good."""
         self._heap = [record for record in self._heap if record[2] in self._live]
         heapq.heapify(self._heap)
-        self._recorded &= self._live
+        self._recorded = {item: rank for item, rank in self._recorded.items() if item in self._live}
 
 
 class Lru(Heap[Item]):
@@ -177,3 +183,46 @@ class Ranked(Heap[Item]):
         super().add(item)
         if len(self._state) > 2 * len(self._live) + 64:
             self._state = {known: state for known, state in self._state.items() if known in self._live}
+
+
+class Reranked(Ranked[Item]):
+    """Base of those whose ranks may fall, but only when an item is used or added: that makes a second record."""
+
+    def __init__(self, items: Describe[Item]) -> None:
+        super().__init__(items)
+        self._changed: dict[Item, None] = {}  # its rank may have fallen below that in its record
+
+    def add(self, item: Item) -> None:
+        if item in self._recorded and item not in self._live:
+            self._changed[item] = None
+        super().add(item)
+
+    def remove(self, item: Item) -> None:
+        super().remove(item)
+        self._changed.pop(item, None)
+
+    def used(self, item: Item) -> None:
+        if item in self._live:
+            self._changed[item] = None
+            self._named = None
+
+    def first(self) -> Item | None:
+        if self._changed:
+            self._put_right()
+        return super().first()
+
+    def _put_right(self) -> None:
+        for item in self._changed:
+            if self._rank(item) < self._recorded[item]:
+                self._push(item)
+        self._changed.clear()
+        if len(self._heap) > 2 * len(self._live) + 64:
+            self._compact()
+
+    def _compact(self) -> None:
+        """One record for each item that is live."""
+        items = dict.fromkeys(record[2] for record in self._heap if record[2] in self._live)
+        self._heap.clear()
+        self._recorded.clear()
+        for item in items:
+            self._push(item)

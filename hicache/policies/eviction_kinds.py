@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import TypeAlias
 
 from hicache.errors import ConfigError
-from hicache.policies.eviction import Describe, Item, Ranked
+from hicache.policies.eviction import Describe, Item, Ranked, Reranked
 from hicache.policies.facts import EvictionFacts
 
 PrefillCost: TypeAlias = Callable[[int, int], float]  # of computing tokens [start, end), in any unit
@@ -43,8 +43,8 @@ class Ttl(Ranked[Item]):
         super().__init__(items)
         self.ttl_s = ttl_s
 
-    def rank(self, item: Item, facts: EvictionFacts) -> int:
-        return facts.used_at
+    def rank(self, item: Item, facts: EvictionFacts) -> tuple[float, int]:
+        return facts.used_s, facts.used_at
 
     def expired(self, now_s: float) -> Item | None:
         item = self.first()
@@ -53,7 +53,7 @@ class Ttl(Ranked[Item]):
         return item
 
 
-class Gdsf(Ranked[Item]):
+class Gdsf(Reranked[Item]):
     """Greedy dual size frequency, by prefill cost: what it would take to compute an item again, times how often it was
     used, per byte; on top of what the last victim was worth when the item was last used, so that all grow old.
 
@@ -69,12 +69,16 @@ class Gdsf(Ranked[Item]):
         self._unit: float | None = None  # worth per byte of the first item that was seen: ages stay near 1
 
     def rank(self, item: Item, facts: EvictionFacts) -> tuple[float, int]:
-        age = self._state.setdefault(item, self._age)
-        return age + facts.uses * self._worth(facts), facts.used_at
+        age, worth = self._state.get(item, (self._age, None))
+        if worth is None:  # a state's changes with the states before it: what it was at the last use counts
+            worth = self._worth(facts)
+            self._state[item] = age, worth
+        return age + facts.uses * worth, facts.used_at
 
     def used(self, item: Item) -> None:
+        super().used(item)
         if item in self._state:
-            self._state[item] = self._age
+            self._state[item] = self._age, None
 
     def pop(self) -> Item | None:
         item = self.first()
@@ -91,7 +95,7 @@ class Gdsf(Ranked[Item]):
         return worth / self._unit
 
 
-class Marconi(Ranked[Item]):
+class Marconi(Reranked[Item]):
     """Recency against the compute that a byte saves, for pages and for states of hybrid models.
 
     An item that saves twice as much per byte may be idle ``doubling_s`` longer before it goes. States are priced by
@@ -112,11 +116,17 @@ class Marconi(Ranked[Item]):
         self._prefill = prefill
 
     def rank(self, item: Item, facts: EvictionFacts) -> tuple[float, int]:
-        saved = self._prefill(facts.end_tokens - facts.tokens, facts.end_tokens) / facts.bytes
-        return facts.used_s + self._doubling_s * math.log2(max(saved, 1e-300)), facts.used_at
+        if (bonus_s := self._state.get(item)) is None:  # a state's changes: what it was at the last use counts
+            saved = self._prefill(facts.end_tokens - facts.tokens, facts.end_tokens) / facts.bytes
+            self._state[item] = bonus_s = self._doubling_s * math.log2(max(saved, 1e-300))
+        return facts.used_s + bonus_s, facts.used_at
+
+    def used(self, item: Item) -> None:
+        super().used(item)
+        self._state.pop(item, None)
 
 
-class TailTrim(Ranked[Item]):
+class TailTrim(Reranked[Item]):
     """Least recently used first, but before all that the ends of prompts: what can be computed within the budget for a
     first token need not be kept. Of a prompt of n tokens the last ``budget_tokens - turn_tokens`` are such an end,
     where a turn is expected to bring ``turn_tokens`` of its own. (T-LRU, arXiv 2510.15152)

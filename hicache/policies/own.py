@@ -62,6 +62,9 @@ class Continuation:
             return 0
         return len(keys) - (self._tails_used < _TAIL_SHARE * self._tails)
 
+    def wrote(self, size_bytes: int) -> None:
+        pass
+
     def _observe(self, now_s: float, request: RequestFacts | None, page_tokens: int) -> Life | None:
         """A request has touched pages: the lives that it goes on from end, and one begins."""
         keys, self._touched = self._touched, None
@@ -192,8 +195,9 @@ class ContinuationEviction(Generic[Item]):
                 if current <= worth * 1.05:
                     self._choice = number
                     return item
-                self._push(item)
             heapq.heappop(self._heap)
+            if self._live.get(item) == number:
+                self._push(item)
         return None
 
     def pop(self) -> Item | None:

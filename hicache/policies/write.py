@@ -3,7 +3,8 @@
 A policy knows block keys only, so that it can be replayed on a trace of requests without a cache around it::
 
     policy.touch(keys)            once for each page of each request, when it has been restored or computed
-    policy.admits(keys, facts)    how many of these pages go down now
+    policy.admits(keys, facts)    how many of these pages go down now; asked again for those that found no room
+    policy.wrote(size_bytes)      what of them has gone on its way: less where something is down there already
 
 It decides about prefixes: a page that goes down takes all pages before it along.
 """
@@ -39,28 +40,37 @@ class WritePolicy(Protocol):
         """How many of these pages, from the first on, are copied down when they are complete; the rest waits."""
         ...
 
+    def wrote(self, size_bytes: int) -> None:
+        """So many bytes are on their way down."""
+        ...
 
-class WriteThrough:
-    """Every page, as soon as it is complete."""
+
+class Untouched:
+    """What policies have in common to which neither uses nor bytes matter."""
 
     ahead_share = 0.0
 
     def touch(self, keys: Sequence[bytes]) -> bool:
         return False
 
+    def wrote(self, size_bytes: int) -> None:
+        pass
+
+
+class WriteThrough(Untouched):
+    """Every page, as soon as it is complete."""
+
     def admits(self, keys: Sequence[bytes], facts: SuffixFacts) -> int:
         return len(keys)
 
 
-class WriteThroughSelective:
+class WriteThroughSelective(Untouched):
     """A page goes down at its ``touches``-th touch: what is used once costs no bandwidth and no room below.
 
     Touches are counted by block key, wherever the page is: one that was evicted and computed again has been touched
     twice, and so has one that was found in L2 or L3. A touch is remembered for the next ``remembered_pages`` touches,
     and forgotten before twice as many have followed.
     """
-
-    ahead_share = 0.0
 
     def __init__(self, touches: int = 2, *, remembered_pages: int = 1 << 18) -> None:
         if type(touches) is not int or not 1 <= touches <= 100:
@@ -78,7 +88,7 @@ class WriteThroughSelective:
         return self._counts.leading(keys, self.touches)
 
 
-class WriteBack:
+class WriteBack(Untouched):
     """Nothing is written when it is computed: what would be evicted from L1 is copied to L2 first, and what would be
     evicted from L2, or is left when the cache is flushed or closed, to L3."""
 
@@ -87,21 +97,16 @@ class WriteBack:
             raise ConfigError("ahead_share", ahead_share, "a share of each pool above 0 and at most 0.5")
         self.ahead_share = ahead_share
 
-    def touch(self, keys: Sequence[bytes]) -> bool:
-        return False
-
     def admits(self, keys: Sequence[bytes], facts: SuffixFacts) -> int:
         return 0
 
 
-class TinyLfu:
+class TinyLfu(Untouched):
     """A duel: pages go down that were touched at least as often lately as what would be evicted for them below.
 
     Counts are those of ``WriteThroughSelective``: no page has fewer than those after it, so the pages before the first
     one that loses go down. While there is room below, all do. (Einziger 2017)
     """
-
-    ahead_share = 0.0
 
     def __init__(self, *, remembered_pages: int = 1 << 18) -> None:
         self._counts = TouchCounts(remembered_pages)
@@ -115,11 +120,9 @@ class TinyLfu:
         return len(keys) if victim is None else self._counts.leading(keys, self._counts.count(victim))
 
 
-class ByteBudget:
+class ByteBudget(Untouched):
     """At most ``bytes_per_s`` in the long run, as the endurance of a medium allows, and ``burst_bytes`` at a time: what
-    is over that stays above, from the end of each suffix on."""
-
-    ahead_share = 0.0
+    is over that stays above, from the end of each suffix on. Paid for is what is written, each time that it is."""
 
     def __init__(self, *, bytes_per_s: float = 1e9, burst_bytes: float = 8e9) -> None:
         for name, value in (("bytes_per_s", bytes_per_s), ("burst_bytes", burst_bytes)):
@@ -130,31 +133,23 @@ class ByteBudget:
         self._left_bytes = burst_bytes
         self._at_s: float | None = None
 
-    def touch(self, keys: Sequence[bytes]) -> bool:
-        return False
-
     def admits(self, keys: Sequence[bytes], facts: SuffixFacts) -> int:
-        """What it admits is taken off the budget: pages are named once."""
         passed_s = 0.0 if self._at_s is None else max(0.0, facts.now_s - self._at_s)
         self._at_s = facts.now_s
         self._left_bytes = min(self._burst_bytes, self._left_bytes + passed_s * self._bytes_per_s)
-        pages = min(len(keys), int(self._left_bytes // facts.page_bytes))
-        self._left_bytes -= pages * facts.page_bytes
-        return pages
+        return max(0, min(len(keys), int(self._left_bytes // facts.page_bytes)))
+
+    def wrote(self, size_bytes: int) -> None:
+        self._left_bytes -= size_bytes
 
 
-class DepthCut:
+class DepthCut(Untouched):
     """The first ``depth_tokens`` of each sequence: system prompts and shared documents, not what follows them."""
-
-    ahead_share = 0.0
 
     def __init__(self, *, depth_tokens: int = 16_384) -> None:
         if type(depth_tokens) is not int or depth_tokens < 1:
             raise ConfigError("depth_tokens", depth_tokens, "at least one token")
         self._depth_tokens = depth_tokens
-
-    def touch(self, keys: Sequence[bytes]) -> bool:
-        return False
 
     def admits(self, keys: Sequence[bytes], facts: SuffixFacts) -> int:
         return max(0, min(len(keys), self._depth_tokens // facts.page_tokens - facts.first_page))
@@ -175,7 +170,7 @@ def write_policy_of(choice: str | WritePolicy) -> WritePolicy:
     """The policy of that name, with its defaults, or ``choice`` itself. Raises ConfigError for anything else."""
     if isinstance(choice, str) and choice in WRITE_POLICIES:
         return WRITE_POLICIES[choice]()
-    is_policy = all(hasattr(choice, name) for name in ("ahead_share", "touch", "admits"))
+    is_policy = all(hasattr(choice, name) for name in ("ahead_share", "touch", "admits", "wrote"))
     if isinstance(choice, str | type) or not is_policy:
         raise ConfigError(
             "write_policy", choice, f"{', '.join(WRITE_POLICIES)}, or an object of hicache.policies.write"

@@ -70,6 +70,7 @@ def document(tmp_path_factory):
     patch = pytest.MonkeyPatch()
     patch.setattr(lookup, "RESIDENT_PAGES_QUICK", (2_000,))
     patch.setattr(lookup, "INDEXED_QUICK", (2_000, 20_000))
+    patch.setattr(lookup, "PAGES_QUICK", 256)
     arguments = ["--quick", "--objects-max", "3000", "--folder", str(folder), "--json", str(folder / "out.json")]
     result = CliRunner().invoke(lookup.main, arguments)
     patch.undo()
@@ -84,6 +85,7 @@ def test_the_command_tells_everything_as_json(document):
         "objects",
         "restart",
         "directory",
+        "eviction",
         "skipped",
         "growth",
         "index",
@@ -103,7 +105,14 @@ def test_the_command_tells_everything_as_json(document):
 
 def test_the_command_prints_tables_for_people(document):
     _, output = document
-    for title in ("Block keys", "hicached by resident objects", "in this process", "Restart", "Directory.open"):
+    for title in (
+        "Block keys",
+        "hicached by resident objects",
+        "in this process",
+        "Restart",
+        "Directory.open",
+        "Eviction",
+    ):
         assert title in output
 
 

@@ -235,3 +235,37 @@ def step_idly(engine: VllmEngine) -> None:
     for worker in engine.workers:
         worker.begin(plan)
         worker.end(plan)
+
+
+@pytest.mark.parametrize(("token_s", "is_loaded"), [(1e-7, False), (1.0, True)])
+@pytest.mark.parametrize("model", MODELS)
+def test_what_workers_have_timed_decides_whether_l3_is_read(
+    opened: Open, model: str, token_s: float, is_loaded: bool, tmp_path: Path
+) -> None:
+    l3 = f"file://{tmp_path}/l3?shared=1"
+    first = opened(model, l3=l3)
+    for name in "ab":
+        first.submit(name, [*f"{name}".encode(), *range(47)], generated=10)
+    first.run_to_end()
+    assert first.cache.flush(timeout_s=20)
+
+    second = opened(model, l3=l3, prefetch_mode="wait_complete", read_policy="latency")
+    second.token_s = token_s
+    second.submit("a", [*b"a", *range(47)], generated=10)
+    second.run_to_end()
+    assert second.tokens_loaded > 0, "nothing is known yet of what either takes"
+    loaded = second.tokens_loaded
+    second.submit("new", range(500, 548))
+    second.run_to_end()
+    second.submit("b", [*b"b", *range(47)], generated=10)
+    second.run_to_end()
+    assert (second.tokens_loaded > loaded) == is_loaded
+    check_nothing_is_held(second.cache, second)
+
+
+@pytest.mark.parametrize("eviction", ["s3_fifo", "continuation", "marconi", "ttl"])
+def test_every_block_holds_what_its_tokens_make_of_it_under_other_evictions(opened: Open, eviction: str) -> None:
+    engine = opened("hybrid", eviction=eviction, l2_bytes=1 << 16)
+    live(engine, 150)
+    assert engine.tokens_loaded > 0
+    check_nothing_is_held(engine.cache, engine)

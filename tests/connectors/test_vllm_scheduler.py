@@ -67,6 +67,20 @@ def computed(world: World, tokens: Sequence[int], name: str = "a") -> None:
     world.side.finished(request)
 
 
+def test_steps_that_prefill_are_timed_and_their_times_told_with_what_they_computed() -> None:
+    world = World()
+    request, other = world.request("a", range(30)), world.request("b", range(100, 140))
+    request.num_computed_tokens = 8
+    plan = world.plan({"a": 22, "b": 24})
+    assert plan.is_timed
+    world.side.prefill_times.computed({(plan.number, 0): 0.5})
+    assert world.logged("tell_step") == [([(8, 30), (0, 24)], 0.5)]
+    request.num_computed_tokens, other.num_computed_tokens = 29, 24
+    assert not world.plan({"a": 1}).is_timed
+    assert not world.plan({"a": 4}).is_timed, "drafts are no prefill"
+    assert not world.plan().is_timed
+
+
 def test_full_pages_are_saved_after_the_step_that_fills_them_and_each_once() -> None:
     world = World()
     request = world.request("a", range(30))

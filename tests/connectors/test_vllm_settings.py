@@ -47,6 +47,8 @@ def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
         ("prefetch_base_s", -1),
         ("prefetch_threshold_tokens", 1.5),
         ("write_policy", "sometimes"),
+        ("eviction", "oldest"),
+        ("read_policy", "sometimes"),
         ("tenant_salt_required", "yes"),
         ("weights_revision", 3),
         ("weights", "none"),

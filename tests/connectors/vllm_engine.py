@@ -80,7 +80,8 @@ class VllmEngine:
         self.random = random.Random(seed)
         self.groups = MODELS[model]
         self.config = KvCacheConfig(blocks, self.groups)
-        settings = VllmSettings.of({"l2_bytes": l2_bytes, "l3": l3, "prefetch_threshold_tokens": 0, **options})
+        defaults = {"prefetch_threshold_tokens": 0, "read_policy": "always"}  # it computes faster than any store loads
+        settings = VllmSettings.of({"l2_bytes": l2_bytes, "l3": l3, **defaults, **options})
         leader = Ranks(f"unix://{folder}/{model}-{seed}.sock")
         block_bytes = PAGE * ROW_BYTES
         self.memory: list[dict[str, torch.Tensor]] = []  # by rank, by layer: [blocks, block_bytes]; groups overlay it
@@ -106,7 +107,15 @@ class VllmEngine:
             for rank, each in enumerate(tensors)
         ]
         engine = self.workers[0].engine
-        self.cache = SlotCache.lead(engine.spec, ranks=leader, prefetch=settings.prefetch, one_numbering=True)
+        self.cache = SlotCache.lead(
+            engine.spec,
+            ranks=leader,
+            prefetch=settings.prefetch,
+            write_policy=settings.write_policy,
+            eviction=settings.eviction,
+            read_policy=settings.read_policy,
+            one_numbering=True,
+        )
         geometry = Geometry(engine.groups, page_tokens=PAGE, hash_tokens=PAGE)
         self.side = SchedulerSide(self.cache, geometry, identity_of=lambda request: Identity())
         self.free = list(range(1, blocks))
@@ -117,6 +126,7 @@ class VllmEngine:
         self.loads_failed = 0
         self.finished = 0
         self.weights = 0  # what it computes with
+        self.token_s: float | None = None  # that a token takes, in place of what the workers' clocks say
 
     def _view(self, name: str, raw: torch.Tensor) -> torch.Tensor:
         if name.startswith("s"):
@@ -216,6 +226,10 @@ class VllmEngine:
             for name, tokens in scheduled.items():
                 self._compute(rank, by_name[name], tokens)
             worker.end(plan)
+            times = worker.step_times()
+            if self.token_s is not None:
+                times = {key: self.token_s * sum(scheduled.values()) for key in times}
+            self.side.prefill_times.computed(times)
         for name, tokens in scheduled.items():
             by_name[name].request.num_computed_tokens += tokens
         for name in plan.received:

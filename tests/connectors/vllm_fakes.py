@@ -222,6 +222,9 @@ class FakeCache:
         self.log.append(("step", self.steps, None if reuses is None else sorted(reuses[0])))
         return Step(self.steps, ())
 
+    def tell_step(self, parts: Sequence[tuple[int, int]], *, seconds: float) -> None:
+        self.log.append(("tell_step", list(parts), seconds))
+
     def release(self, request: Record) -> None:
         assert not request.released
         request.released = True

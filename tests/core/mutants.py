@@ -17,10 +17,15 @@ from typing import Protocol
 
 from hicache.arena import Arena
 from hicache.directory import Directory
+from hicache.entry_facts import EntryFacts
 from hicache.handover import Handover
 from hicache.index import Index
 from hicache.jobbook import JobBook, _Open
 from hicache.loader import Loader
+from hicache.policies.eviction import Heap, Reranked
+from hicache.policies.eviction_kinds import Ttl
+from hicache.policies.eviction_queues import RandomLeaf, TwoQueues
+from hicache.policies.own import ContinuationEviction
 from hicache.prefetch import Prefetcher
 from hicache.prefix import PrefixRule
 from hicache.room import Room
@@ -155,7 +160,47 @@ MUTANTS = (
         "page + reach > illegal_up_to + 1",
     ),
     mutant("a window is needed one page less far back", PrefixRule.first_needed, "pages - reach", "pages - reach + 1"),
-    mutant("a parent is evicted before its children", Room._evict_oldest, "if not node.children and not", "if not"),
+    mutant(
+        "a parent is evicted before its children",
+        Room._evict_or_park,
+        "is_last and (node.children or self._is_kept(node))",
+        "is_last and self._is_kept(node)",
+    ),
+    mutant(
+        "what is idle for too long stays", Room._expire, "has_evicted |= self._evict_or_park(queue, entry)", "break"
+    ),
+    mutant("a time to live ends too soon", Ttl.expired, "<= self.ttl_s", "<= self.ttl_s / 2"),
+    mutant(
+        "a page that is in use for long grows old",
+        EntryFacts.facts,
+        "max(entry.used_s, entry.node.used_s)",
+        "entry.used_s",
+    ),
+    mutant("a use is not counted", Room.note_use, "entry.uses += 1", "pass"),
+    mutant("a policy is not told of a use", Room.note_use, "queues[entry.tier][entry.group].used(entry)", "pass"),
+    mutant(
+        "a use of the copy below is not counted",
+        Index.note_use,
+        "for copies in node.entries:",
+        "for copies in node.entries[:1]:",
+    ),
+    mutant("a rank that has risen is not put right", Heap.first, "and rank(item) == stamp", ""),
+    mutant("a rank that has fallen is not put right", Reranked._put_right, "self._push(item)", "pass"),
+    mutant(
+        "a heap forgets what comes back",
+        Heap.add,
+        "if item not in self._recorded:",
+        "if item not in self._recorded and not self._heap:",
+    ),
+    mutant(
+        "what is taken away may still go",
+        TwoQueues.remove,
+        "for queue in self._queues:",
+        "for queue in self._queues[:1]:",
+    ),
+    mutant("a page is moved out of all queues", TwoQueues._move, "self._queues[is_main].add(item)", "pass"),
+    mutant("chance chooses what has been taken away", RandomLeaf.remove, "if item is self._chosen:", "if False:"),
+    mutant("a forecast that rises loses its page", ContinuationEviction.first, "self._push(item)", "pass"),
     mutant(
         "a page is evicted that something is below of in use",
         Room._is_idle,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.spec import Group, PagedGroup, StateGroup
-from tests.core.world import MODELS, PAGE, POLICIES, World, shared
+from tests.core.checked_eviction import EVICTIONS
+from tests.core.world import MODELS, PAGE, WRITES, World, shared
 
 SLOTS = (2, 3, 4, 6, 12, 12, 30, 30)  # from what hardly does for one request to what is enough for all
 HYBRIDS = [groups for groups in MODELS if len({type(group) for group in groups}) > 1]  # drawn twice as often
@@ -30,6 +30,7 @@ class Setup:
     ranks: int
     lacks: tuple[frozenset[int], ...]  # by rank: groups that its pipeline stage has no layer of
     policy: str
+    eviction: str
     snapshot_policy: SnapshotPolicy
     double_buffering: bool
     layerwise: bool
@@ -55,7 +56,8 @@ class Setup:
             slots_per_unit=tuple(rng.choice([1, 1, 2, 3, 7]) for _ in groups),
             ranks=ranks,
             lacks=_stages(rng, ranks, len(groups)),
-            policy=rng.choice(list(POLICIES)),
+            policy=rng.choice([*WRITES, "write_back", "write_back"]),
+            eviction=rng.choice([*EVICTIONS, "lru"]),
             snapshot_policy=SnapshotPolicy(
                 chunk_ends=rng.random() < 0.5,
                 branch_points=rng.random() < 0.7,
@@ -70,7 +72,9 @@ class Setup:
             job_items_max=rng.choice([1, 2, 16]),
             seconds_per_request=rng.choice([0.0, 25.0, 100.0]),
             layerwise=ways % 2 == 1,
-            **reads_of(f"{groups} {ranks} {ways}"),
+            read_policy=rng.choice(["latency"] * 5 + ["gpu", "gpu", "always", "never"]),
+            fetch_s=rng.choice(FETCH_S),
+            token_s=rng.choice([0.0, 0.0, 0.01, 0.1]),
         )
 
     def world(self) -> World:
@@ -84,7 +88,8 @@ class Setup:
             arena=arena,
             job_items_max=self.job_items_max,
             seconds_per_request=self.seconds_per_request,
-            policy=POLICIES[self.policy],
+            policy=WRITES[self.policy],
+            eviction=EVICTIONS[self.eviction],
             snapshot_policy=self.snapshot_policy,
             lacks=self.lacks,
             has_l3=self.has_l3,
@@ -104,6 +109,7 @@ class Setup:
         states = [group for group in self.groups if isinstance(group, StateGroup)]
         paged = [group for group in self.groups if isinstance(group, PagedGroup)]
         yield f"policy.{self.policy}"
+        yield f"eviction.{self.eviction}"
         yield f"read.{self.read_policy}"
         yield f"ranks.{self.ranks}"
         yield "l1.fixed" if self.units is None else "l1.arena"
@@ -118,16 +124,6 @@ class Setup:
             yield "no full attention"
         if any(self.lacks):
             yield "stages"
-
-
-def reads_of(seed: str) -> dict[str, Any]:
-    """How L3 is read, and how fast it and compute are. Of its own seed, so that walks stay what they were without."""
-    rng = random.Random(seed)
-    return {
-        "read_policy": rng.choice(["latency"] * 7 + ["gpu", "always", "never"]),
-        "fetch_s": rng.choice(FETCH_S),
-        "token_s": rng.choice([0.0, 0.0, 0.01, 0.1]),
-    }
 
 
 def _slots(rng: random.Random, groups: int) -> tuple[int, ...]:

@@ -8,11 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from hicache.spec import PagedGroup
+from tests.core.checked_eviction import EVICTIONS
 from tests.core.setup import Setup
 from tests.core.simulated_executor import Fault, no_fault
 from tests.core.slot_world import Life, SlotWorld
 from tests.core.walk import FAULTS, failing_items
-from tests.core.world import POLICIES
+from tests.core.world import WRITES
 
 LIVES_MAX = 6
 
@@ -33,7 +34,8 @@ class SlotWalk:
             l2=self.setup.l2,
             one_numbering=self.one_numbering,
             job_items_max=self.setup.job_items_max,
-            policy=POLICIES[policy],
+            policy=WRITES[policy],
+            eviction=EVICTIONS[self.setup.eviction],
             lacks=self.setup.lacks,
             has_l3=rng.random() < 0.75,
             ranks=self.setup.ranks,
@@ -63,7 +65,9 @@ class SlotWalk:
     @property
     def reached(self) -> Counter[str]:
         """What has happened so far, by name."""
-        reached = self.world.reached + Counter([f"ranks.{self.setup.ranks}", f"policy.{self.setup.policy}"])
+        reached = self.world.reached + Counter(
+            [f"ranks.{self.setup.ranks}", f"policy.{self.setup.policy}", f"eviction.{self.setup.eviction}"]
+        )
         reached["one numbering"] += self.one_numbering
         reached["window"] += any(isinstance(g, PagedGroup) and bool(g.window_tokens) for g in self.setup.groups)
         for stats in self.world.lives:

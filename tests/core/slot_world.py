@@ -12,6 +12,7 @@ from hicache.page_changes import Place
 from hicache.slot_directory import SlotDirectory, Step
 from hicache.slot_request import EngineSlot, SlotLoad, SlotRecord
 from hicache.spec import StateGroup
+from tests.core.checked_eviction import checked
 from tests.core.live import PAGE
 from tests.core.simulated_executor import GARBAGE, Fault, SimulatedExecutor, no_fault
 from tests.core.slot_invariants import ALWAYS, AT_REST, usable_beyond
@@ -51,6 +52,7 @@ class SlotWorld(System):
             self.spec,
             self.config,
             write_policy=self.policy(),
+            eviction=checked(self.eviction),
             read_policy=lambda costs: CheckedRead(self.read_policy, costs),
             one_numbering=self.one_numbering,
             tells_changes=True,

@@ -7,15 +7,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from hicache.arena import ArenaLayout
-from hicache.directory import Directory, DirectoryConfig
+from hicache.directory import Directory
+from hicache.directory_config import DirectoryConfig
 from hicache.jobs import FetchJob, Job, StoreJob
 from hicache.keys import BlockKeys
 from hicache.node import Entry, Keep, Tier
+from hicache.policies.eviction import EvictionFactory
+from hicache.policies.eviction_choice import lru
 from hicache.policies.read import LoadFacts, ReadCosts, read_policy_of
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy, WriteThrough
 from hicache.spec import CacheSpec, Group
 from hicache.stats import DirectoryStats
+from tests.core.checked_eviction import checked
+from tests.core.eviction_invariants import pages_are_used_until_their_request_ends
 from tests.core.invariants import ALWAYS, AT_REST, everything_is_in_l3_if_said_so, is_unwritten
 from tests.core.live import PAGE, Live, stage_of
 from tests.core.simulated_executor import Fault, SimulatedExecutor, no_fault
@@ -64,6 +69,7 @@ class System:
         job_items_max: int = 16,
         seconds_per_request: float = 0.0,
         policy: Callable[[], WritePolicy] = WriteThrough,
+        eviction: EvictionFactory = lru,
         read_policy: str = "latency",
         snapshot_policy: SnapshotPolicy | None = None,
         lacks: tuple[frozenset[int], ...] = (),
@@ -80,6 +86,7 @@ class System:
         self.config = DirectoryConfig(l1_slots, l2_slots, l1_arena=arena, **settings)  # type: ignore[arg-type]
         self.lives: list[DirectoryStats] = []  # one for each start
         self.policy = policy
+        self.eviction = eviction
         self.read_policy = read_policy
         self.fetch_s = self.token_s = 0.0  # of one object, and of computing one token
         self.now_s = 0.0
@@ -102,6 +109,7 @@ class System:
             self.spec,
             self.config,
             write_policy=self.policy(),
+            eviction=checked(self.eviction),
             read_policy=lambda costs: CheckedRead(self.read_policy, costs),
             snapshot_policy=self.snapshot_policy,
         )
@@ -214,6 +222,7 @@ class System:
             others = self.keys_awaited()
             self.reached["release.awaited"] += any(prefetch.keys[page] in others for page, _ in prefetch.handles)
         self.directory.release(live.record)
+        pages_are_used_until_their_request_ends(self, live.record)
         self.live.remove(live)
         self.executor.collect()
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from hicache.directory import Directory, DirectoryConfig
+from hicache.directory import Directory
+from hicache.directory_config import DirectoryConfig
 from hicache.errors import ConfigError, UsageError
 from hicache.node import Tier
 from hicache.spec import CacheSpec, Group

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hicache.arena import Arena
-from hicache.directory import DirectoryConfig
+from hicache.directory_config import DirectoryConfig
 from hicache.errors import ConfigError
 from hicache.jobs import CopyKind
 from hicache.node import Tier

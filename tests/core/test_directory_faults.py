@@ -234,3 +234,20 @@ def test_a_load_that_a_rank_has_done_before_it_dies_is_still_one_of_the_whole_pr
     assert live.record.shared_pages == 4
     world.check()
     world.wind_up()
+
+
+def test_a_load_that_failed_on_one_rank_goes_on_in_states_that_no_rank_still_writes_to() -> None:
+    world = World(HYBRID, l1=8, l2=8, layerwise=True, ranks=2)
+    world.fill_l3(prompt(4))
+    live = world.open([*prompt(4), 0])
+    world.prefetch(live)
+    world.run_all()
+    world.load(live)
+    world.executor.run_kind(CopyKind.LOAD, failing(Outcome.IO_ERROR, 0))
+    written_to = {(item.group, item.target) for _, items in world.executor.in_flight for item in items}
+    assert written_to, "it is still in flight"
+    world.load(live)
+    assert all((group, slot_of(slot)) not in written_to for group, slot in live.record.live.items())
+    world.run_all()
+    assert live.record.loaded_pages == 0
+    world.wind_up()

@@ -11,9 +11,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule
 
+from tests.core.checked_eviction import EVICTIONS
 from tests.core.live import PAGE
 from tests.core.walk import MOVES, Walk, walk_of
-from tests.core.world import POLICIES
+from tests.core.world import WRITES
 
 NUMBERS = st.randoms(use_true_random=False)
 
@@ -51,7 +52,8 @@ LEGS = ("lookup", "fetch", "load", "backup", "store", "confirm", "snapshot", "re
 STAGES = ("opened", "prefetching", "loading", "loaded", "computed", "donated", "awaited")
 
 REACHED = {  # by name, at least so often
-    **{f"policy.{name}": 4 for name in POLICIES},
+    **{f"policy.{name}": 2 for name in WRITES},
+    **{f"eviction.{name}": 1 for name in EVICTIONS},
     **{f"ranks.{count}": 4 for count in (1, 2, 3)},
     **{f"tiers.{count}": 2 for count in (1, 2, 3)},
     **{f"states.{count}": 3 for count in (0, 1, 2)},

@@ -9,9 +9,10 @@ from hicache.jobs import CopyKind, StoreJob
 from hicache.node import Tier
 from hicache.outcome import Outcome
 from hicache.policies.facts import SuffixFacts
+from hicache.policies.write import ByteBudget
 from hicache.spec import Group
 from tests.core.simulated_executor import failing
-from tests.core.situations import HYBRID, prompt
+from tests.core.situations import HYBRID, evict_all, prompt
 from tests.core.world import FULL, POLICIES, WINDOW, World
 
 
@@ -42,6 +43,9 @@ class DropsSome:
 
     def touch(self, keys: list[bytes]) -> bool:
         return False
+
+    def wrote(self, size_bytes: int) -> None:
+        pass
 
     def admits(self, keys: list[bytes], facts: SuffixFacts) -> int:
         return next((page for page, key in enumerate(keys) if key in self.refused), len(keys))
@@ -158,4 +162,33 @@ def test_a_flush_stores_a_snapshot_that_is_taken_meanwhile() -> None:
     world.flush()
     assert world.directory.is_all_written
     assert world.directory.index.nodes[live.record.keys[0]].in_l3 == 0b11
+    world.wind_up()
+
+
+def test_a_budget_is_charged_for_what_is_written_and_for_nothing_else() -> None:
+    page_bytes = 16
+    world = World(
+        (FULL,), l1=16, l2=2, has_l3=False, policy=lambda: ByteBudget(bytes_per_s=1e-9, burst_bytes=6 * page_bytes)
+    )
+    live = world.open(prompt(4))
+    world.load_whole(live)
+    held = world.directory.index.acquire(Tier.L2, 0, 2)
+    assert held is not None
+    assert world.compute(live, pages=4, snapshot=False)
+    assert world.directory.stats.skipped["backup.no_host_capacity"] == 1
+    world.directory.index.release(Tier.L2, 0, held)
+    assert world.compute(live, pages=0, snapshot=False), "which tries again"
+    world.run_all()
+    assert world.directory.stats.objects["backup.ok"] == 2, "as many as L2 has room for"
+    world.release(live)
+    world.serve(prompt(2))  # is all below
+    assert world.directory.stats.objects["backup.ok"] == 2
+    evict_all(world, Tier.L2)
+    world.serve(prompt(2))
+    assert world.directory.stats.objects["backup.ok"] == 4, "it is paid for as often as it is written"
+    evict_all(world, Tier.L2)
+    world.serve(prompt(2))
+    evict_all(world, Tier.L2)
+    world.serve(prompt(2))
+    assert world.directory.stats.objects["backup.ok"] == 6, "and no more than the budget has"
     world.wind_up()

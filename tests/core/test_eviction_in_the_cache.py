@@ -88,6 +88,47 @@ def test_what_is_idle_for_too_long_goes_though_there_is_room() -> None:
     assert index.pools[Tier.L1][0].free_count == 7
 
 
+def test_a_page_is_not_idle_while_a_request_has_it() -> None:
+    index = index_of("ttl", pages=10)
+    request(index, b"long", at_s=0.0)
+    keep = index.keep([b"long"], 1)
+    index.now_s = 900.0
+    index.touch_path(keep.path)
+    index.let_go(keep)
+    assert request(index, b"other", at_s=1400.0) == 0
+    assert index.resident(b"long") == 1
+    request(index, b"other", at_s=1501.0)
+    assert index.resident(b"long") == 0
+
+
+def test_the_way_to_a_page_that_is_not_idle_stays_and_so_does_that() -> None:
+    index = index_of("ttl", pages=10)
+    request(index, b"way", at_s=0.0)
+    index.now_s = 400.0  # a copy of the next page lands, of a request long gone
+    slots = index.acquire(Tier.L1, 0, 1)
+    assert slots is not None
+    index.publish(index.obtain([b"way", b"way/late"], 1), Tier.L1, 0, slots[0])
+    request(index, b"other", at_s=700.0)
+    assert index.resident(b"way") == index.resident(b"way/late") == 1
+    request(index, b"other", at_s=1001.0)
+    assert index.resident(b"way") == index.resident(b"way/late") == 0
+
+
+def test_a_page_becomes_the_end_of_a_prompt_when_a_shorter_one_uses_it() -> None:
+    index = Index(SPEC, ((5,), (0,)), eviction=tail_trim)
+    request(index, b"a", b"b", b"c", at_s=0.0)
+    request(index, b"x", b"y", at_s=1.0)
+    request(index, b"a", b"b", at_s=2.0)  # b is the end of what was asked for last
+    for at_s, name in enumerate((b"new", b"newer"), 3):
+        request(index, name, at_s=float(at_s))
+    assert index.resident(b"x/y") == index.resident(b"a/b/c") == 0, (
+        "ends go, the one that was used least recently first"
+    )
+    request(index, b"newest", at_s=5.0)
+    assert index.resident(b"a/b") == 0
+    assert index.resident(b"x") == index.resident(b"a") == 1
+
+
 def test_the_ends_of_prompts_go_first_under_tail_trim() -> None:
     index = Index(SPEC, ((4,), (0,)), eviction=tail_trim)
     request(index, b"old", b"end", at_s=0.0)

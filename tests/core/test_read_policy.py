@@ -24,7 +24,7 @@ from hicache.policies.read import (
     ReadPolicy,
     read_policy_of,
 )
-from hicache.read_admission import PROBE_REST, Offer, ReadAdmission
+from hicache.read_admission import FIRST_SHARE, PROBE_REST, Offer, ReadAdmission
 from tests.core.situations import loaded_pages, prompt
 from tests.core.world import FULL, PAGE, STATE, World
 
@@ -113,7 +113,7 @@ def test_a_policy_of_ones_own_is_made_with_the_measured_costs() -> None:
 @pytest.mark.parametrize(("start", "end", "seconds"), [(5, 5, 1.0), (-1, 5, 1.0), (0, 5, 0.0), (0, 5, math.nan)])
 def test_a_prefill_that_cannot_be_is_refused(start: int, end: int, seconds: float) -> None:
     with pytest.raises(UsageError):
-        tell_prefill(MeasuredCosts(), start, end, seconds)
+        tell_prefill(MeasuredCosts(), [(start, end)], seconds)
 
 
 # -- what is learnt --------------------------------------------------------------------------------------------------
@@ -258,7 +258,7 @@ def test_at_no_bandwidth_is_reading_slower_than_computing_and_it_is_as_fast_as_t
 @pytest.mark.parametrize("noise", [0.0, 0.3])
 def test_a_store_that_becomes_slow_is_left_soon_and_found_again_when_it_is_fast(noise: float) -> None:
     engine = Engine("latency", noise=noise)
-    tell_prefill(engine.costs, 0, 100, 1.0)
+    tell_prefill(engine.costs, [(0, 100)], 1.0)
     for _ in range(30):
         engine.serve(100, bytes_per_s=1e6)
     assert engine.loaded == 30
@@ -274,7 +274,7 @@ def test_a_store_that_becomes_slow_is_left_soon_and_found_again_when_it_is_fast(
 
 def test_probing_takes_a_small_part_of_the_time_and_stops_where_nothing_is_ever_read() -> None:
     engine = Engine("latency")
-    tell_prefill(engine.costs, 0, 100, 1.0)
+    tell_prefill(engine.costs, [(0, 100)], 1.0)
     for _ in range(300):
         engine.serve(100, bytes_per_s=1e4)
     assert 0 < engine.probe_s < 1.5 * engine.now_s / PROBE_REST
@@ -282,6 +282,24 @@ def test_probing_takes_a_small_part_of_the_time_and_stops_where_nothing_is_ever_
     for _ in range(50):
         engine.serve(100, bytes_per_s=1e6)
     assert engine.probe_s == 0
+
+
+def test_the_first_fetch_costs_little_however_slow_the_store_is_and_the_next_request_waits_for_none() -> None:
+    costs, now_s = MeasuredCosts(), [0.0]
+    tell_prefill(costs, [(0, 100)], 1.0)
+    admission = ReadAdmission(LatencyBreakEven(costs), costs, page_tokens=1, now_s=lambda: now_s[0])
+    offer = Offer(0, [100], 100, lambda stop: stop * PAGE_BYTES, math.inf)
+    assert admission.worth(offer) == [100]
+    assert admission.patience_s(offer) == pytest.approx(costs.prefill_s(0, 100) * FIRST_SHARE)  # type: ignore[operator]
+    fetching = admission.begin(100 * PAGE_BYTES)
+    now_s[0] += 0.2
+    admission.give_up(fetching, gain_tokens=(0, 100))
+    assert admission.worth(offer) == [], "what is under way will tell"
+    now_s[0] += 30.0
+    admission.arrived(100 * PAGE_BYTES)
+    admission.end(fetching, {Outcome.OK})
+    assert costs.transfer_s("L3", 100 * PAGE_BYTES) == pytest.approx(30.2)
+    assert admission.worth(offer) == []
 
 
 # -- in the directory ------------------------------------------------------------------------------------------------

@@ -77,8 +77,6 @@ CHEAPEST = (
     "a step does not wait for the saves that read its slots",
     "a load keeps what it has read for ever",
     "a load takes a window for the engine's own that it has not",
-    "what was promised may be evicted",
-    "a failed copy is published in L2",
     "what L3 does not have is noted as there",
 )
 

@@ -154,9 +154,12 @@ def test_a_duel_is_lost_by_the_end_of_a_path_that_is_used_less_than_what_would_g
 def test_a_budget_of_bytes_takes_the_first_pages_and_fills_up_with_time() -> None:
     policy = ByteBudget(bytes_per_s=500.0, burst_bytes=3000.0)
     path = keys_of(*range(5))
-    assert policy.admits(path, FACTS) == 3
+    assert policy.admits(path, FACTS) == policy.admits(path, FACTS) == 3, "asking costs nothing"
+    policy.wrote(3000)
     assert policy.admits(path[3:], structs.replace(FACTS, first_page=3)) == 0
     assert policy.admits(path[3:], structs.replace(FACTS, first_page=3, now_s=2.0)) == 1
+    policy.wrote(1500)
+    assert policy.admits(path[4:], structs.replace(FACTS, first_page=4, now_s=2.0)) == 0, "states weigh, too"
     assert policy.admits(path, structs.replace(FACTS, now_s=1000.0)) == 3, "no more than the burst is saved up"
 
 

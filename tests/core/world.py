@@ -8,9 +8,23 @@ from collections.abc import Callable
 from hicache.arena import ArenaLayout
 from hicache.errors import StateNotCommitted
 from hicache.jobs import CopyKind
-from hicache.policies.write import WriteBack, WritePolicy, WriteThrough, WriteThroughSelective
+from hicache.policies.own import Continuation
+from hicache.policies.write import (
+    ByteBudget,
+    DepthCut,
+    TinyLfu,
+    WriteBack,
+    WritePolicy,
+    WriteThrough,
+    WriteThroughSelective,
+)
 from hicache.slots import slot_of
 from hicache.spec import Group, PagedGroup, StateField, StateGroup
+from tests.core.eviction_invariants import (
+    each_use_is_counted_once,
+    uses_by_entry,
+    what_is_idle_for_too_long_has_gone,
+)
 from tests.core.invariants import the_path_has_no_more_snapshots_than_the_cap, usable_pages
 from tests.core.live import PAGE, Live
 from tests.core.simulated_executor import Fault, no_fault
@@ -39,6 +53,13 @@ POLICIES: dict[str, Callable[[], WritePolicy]] = {
     "write_through_selective": lambda: WriteThroughSelective(2, remembered_pages=64),
     "write_back": lambda: WriteBack(ahead_share=0.3),
 }
+WRITES: dict[str, Callable[[], WritePolicy]] = {
+    **POLICIES,
+    "tiny_lfu": lambda: TinyLfu(remembered_pages=64),
+    "byte_budget": lambda: ByteBudget(bytes_per_s=1.0, burst_bytes=400.0),
+    "depth_cut": lambda: DepthCut(depth_tokens=6 * PAGE),
+    "continuation": lambda: Continuation(remembered_pages=100),
+}
 
 
 def shared(groups: tuple[Group, ...], *, units: int, slots_per_unit: tuple[int, ...]) -> ArenaLayout:
@@ -52,8 +73,11 @@ class World(System):
 
     def open(self, tokens: list[int]) -> Live:
         self.now_s += self.seconds_per_request
-        record = self.directory.open(self.page_keys(tokens), token_count=len(tokens), now_s=self.now_s)
+        keys, uses = self.page_keys(tokens), uses_by_entry(self)
+        record = self.directory.open(keys, token_count=len(tokens), now_s=self.now_s)
         self.executor.collect()
+        each_use_is_counted_once(self, record, uses)
+        what_is_idle_for_too_long_has_gone(self, uses)
         live = Live(record, tokens, found=record.keep)
         found = sum(record.local_tokens.values())
         assert found == PAGE * usable_pages(self, record.keys[: record.prompt_pages]), "not the longest usable prefix"

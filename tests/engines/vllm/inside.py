@@ -173,3 +173,9 @@ def metrics(engine: Engine, *, prefix: str) -> list[tuple[str, Answer, float]]:
 
 def _metric(engine: Engine, name: str) -> int:
     return int(sum(metric.value for metric in engine.llm.get_metrics() if metric.name == name))
+
+
+def prefill_s(engine: Engine, *, start: int, end: int) -> float | None:
+    """What the connector has learnt that computing ``[start, end)`` takes."""
+    seconds = engine.scheduler.connector._side.cache._directory.costs.prefill_s(start, end)
+    return None if seconds is None else float(seconds)

@@ -77,6 +77,7 @@ def hicache(
             "l2_bytes": 32 << 20,
             "prefetch_mode": "wait_complete",
             "prefetch_hard_cap_s": 10,
+            "read_policy": "always",  # these models compute faster than any store loads
         }
         | extra,
     }
