@@ -14,8 +14,9 @@ with the others, is found out and not written either while room is short.
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Generic
 
 from hicache.policies.eviction import Describe, Item
@@ -25,6 +26,7 @@ from hicache.policies.own_forecast import Forecast, Life
 
 _REMEMBERED_PAGES = 1 << 20
 _WRITE_MARGIN = 1.3  # a page that is worth less than so many times its victim is not worth the exchange
+SHARED_S = 60.0
 _TAIL_SHARE = 0.25  # a last page that is used in fewer continuations is not worth writing
 
 
@@ -41,6 +43,7 @@ class Continuation:
         self._pages = 0
         self._life_of: dict[Key, Life] = {}
         self._life_by_request: dict[int, Life] = {}  # by the identity of the facts, which the life keeps
+        self._forks: dict[int, list[tuple[int, Life]]] = {}
         self._touched: Sequence[Key] | None = None  # by a request that nothing else is known of yet
         self._unnamed: Life | None = None
         self._tails_used, self._tails = 1.0, 2.0
@@ -63,45 +66,66 @@ class Continuation:
         return len(keys) - (self._tails_used < _TAIL_SHARE * self._tails)
 
     def _observe(self, now_s: float, request: RequestFacts | None, page_tokens: int) -> Life | None:
-        """A request has touched pages: the lives that it goes on from end, and one begins."""
+        """A request has touched pages: the lives that it goes on from end, and one begins.
+
+        A part of a life that a request takes without going on from it is a fork: its pages are shared from then on.
+        """
         keys, self._touched = self._touched, None
         if not keys:
             return None
-        users = Counter(map(self._life_of.get, keys))
-        new_pages = users.pop(None, 0)
-        latest = self._life_of.get(keys[len(keys) - new_pages - 1]) if new_pages < len(keys) else None
-        turn = 0
-        for life, pages in users.items():
-            assert life is not None
-            if 2 * pages >= life.pages:
+        own, turn, end, users = list[Key](), 0, 0, self._users(keys)
+        shared = list[tuple[Life, Sequence[Key]]]()
+        new_pages = 0
+        for life, pages in users:
+            start, end = end, end + pages
+            if life is None:
+                new_pages += pages
+                own += keys[start:end]
+                continue
+            goes_on = 2 * pages >= life.pages
+            if life.uses_s is None and goes_on:
                 self._tails += not life.ended
                 self._tails_used += pages == life.pages and not life.ended
                 self._forecast.end(life, now_s)
-                turn = life.turn + 1 if life is latest else turn
+                turn = life.turn + 1
+                own += keys[start:end]
+            else:
+                shared.append((Life.shared(life, now_s, end * page_tokens, pages), keys[start:end]))
             life.pages -= pages
-        tokens = request.prompt_tokens if request else len(keys) * page_tokens
-        life = self._forecast.begin(
-            now_s,
-            tenant=request.tenant if request else "",
-            kind=request.kind if request else None,
-            tokens=tokens,
-            new_tokens=new_pages * page_tokens,
-            turn=turn,
-        )
-        life.pages = len(keys)
-        self._remember(life, keys, request)
+        for life, its_keys in shared:
+            self._remember(life, its_keys, None)
+        if own:
+            life = self._forecast.begin(
+                now_s,
+                tenant=request.tenant if request else "",
+                kind=request.kind if request else None,
+                tokens=request.prompt_tokens if request else len(keys) * page_tokens,
+                new_tokens=new_pages * page_tokens,
+                turn=turn,
+            )
+            life.pages = len(own)
+            self._remember(life, own, request)
+        else:
+            life = shared[-1][0]
+        self._unnamed = life if request is None else None
+        if request is not None and shared:
+            self._forks[id(request)] = [(each.tokens, each) for each, _ in shared]
         return life
+
+    def _users(self, keys: Sequence[Key]) -> list[tuple[Life | None, int]]:
+        """Lives of the keys, and how many pages each of them has there, from the root on."""
+        return [(life, len(list(pages))) for life, pages in groupby(map(self._life_of.get, keys))]
 
     def _remember(self, life: Life, keys: Sequence[Key], request: RequestFacts | None) -> None:
         self._life_of.update(dict.fromkeys(keys, life))
         self._name(life, request)
-        self._unnamed = life if request is None else None
         self._lives.append((life, keys))
         self._pages += len(keys)
         while self._pages > self._remembered_pages and len(self._lives) > 1:
             old, old_keys = self._lives.popleft()
             self._pages -= len(old_keys)
             self._life_by_request.pop(id(old.request), None)
+            self._forks.pop(id(old.request), None)
             for key in old_keys:
                 if self._life_of.get(key) is old:
                     del self._life_of[key]
@@ -125,7 +149,11 @@ class Continuation:
 
     def worth_of(self, life: Life, now_s: float) -> float:
         """The same, of all that a life has left."""
-        return self._forecast.rate(life, now_s) * self._prefill(life.tokens, life.tokens + 1)
+        if life.uses_s is not None:
+            rate = len(life.uses_s) / (now_s - life.uses_s[0] + SHARED_S)
+        else:
+            rate = self._forecast.rate(life, now_s)
+        return rate * self._prefill(life.tokens, life.tokens + 1)
 
     def used(self, facts: EvictionFacts) -> None:
         """A resident page is used by the next request. Ends lives where nobody tells of touches."""
@@ -137,7 +165,13 @@ class Continuation:
 
     def _life(self, facts: EvictionFacts) -> Life:
         request = facts.last
-        life = self._life_by_request.get(id(request)) if request is not None else self._life_of.get(facts.key)
+        if request is None:
+            life = self._life_of.get(facts.key)
+        else:
+            for end_tokens, life in self._forks.get(id(request), ()):
+                if facts.end_tokens <= end_tokens:
+                    return life
+            life = self._life_by_request.get(id(request))
         if life is not None:
             return life
         life, self._unnamed = self._unnamed, None

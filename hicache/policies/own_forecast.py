@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -37,7 +38,7 @@ _VALUES = 64  # of each trait
 class Life:
     """What one request used, from then on until another one uses it."""
 
-    __slots__ = ("codes", "ended", "number", "pages", "request", "row", "row_of", "started_s", "tokens", "turn")
+    __slots__ = ("codes", "ended", "number", "pages", "request", "row", "row_of", "started_s", "tokens", "turn", "uses_s")
 
     def __init__(self, number: int, started_s: float, codes: tuple[int, ...], tokens: int, turn: int) -> None:
         self.number = number
@@ -48,8 +49,17 @@ class Life:
         self.pages = 0  # that nobody has used since
         self.ended = False
         self.request: object = None  # kept alive while it is known by its identity
+        self.uses_s: deque[float] | None = None
         self.row: Sequence[float] = ()
         self.row_of = -1  # the fit that ``row`` is from
+
+    @staticmethod
+    def shared(before: Life, now_s: float, tokens: int, pages: int) -> Life:
+        life = Life(-1, now_s, (), tokens, before.turn)
+        life.pages = pages
+        life.uses_s = deque(before.uses_s if before.uses_s is not None else (before.started_s,), maxlen=8)
+        life.uses_s.append(now_s)
+        return life
 
 
 class Forecast:
