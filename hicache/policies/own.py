@@ -5,45 +5,60 @@ One object is both the write policy and the eviction policy of a tier, which sha
     policy = Continuation()
     TierSpec("L3", pages, eviction=policy.eviction, write=lambda: policy)
 
-A page is worth its forecast rate of use, times what a token at the end of its prompt costs to compute, which grows
-with the length: the end is what is left to a life, since others share the start. The page that is worth least goes
-first; what is not worth clearly more than that is not written. A last page that is not full, and so never used again
-with the others, is found out and not written either while room is short.
+A page is worth its forecast rate of use, times what its last token costs to compute, which grows with the depth. The
+page that is worth least goes first, and prices the room: a request's pages are written if what they are expected to
+save, less that room for as long as they had best be kept, is more than writing costs. A last page that is not full,
+and so never used again with the others, is found out and not written either while room is short.
+
+What a second request uses without going on from the first one is shared: it is worth the rate of its own last uses.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
 from typing import Generic
 
+from hicache.errors import ConfigError
 from hicache.policies.eviction import Describe, Item
 from hicache.policies.eviction_kinds import PrefillCost, dense_8b_flops
 from hicache.policies.facts import EvictionFacts, Key, RequestFacts, SuffixFacts
 from hicache.policies.own_forecast import Forecast, Life
 
 _REMEMBERED_PAGES = 1 << 20
-_WRITE_MARGIN = 1.3  # a page that is worth less than so many times its victim is not worth the exchange
-SHARED_S = 60.0
+WRITE_COST = 0.125  # 3.0 of 23.5 us a token: docs/policies.md, the costs of a published rig
 _TAIL_SHARE = 0.25  # a last page that is used in fewer continuations is not worth writing
 
 
 class Continuation:
-    """See the module. Not thread-safe; about 150 bytes for each of the million pages that it remembers."""
+    """See the module. Not thread-safe; about 150 bytes for each of the million pages that it remembers.
+
+    ``write_cost`` is what writing a token costs, in terms of computing the first token of a prompt.
+    """
 
     ahead_share = 0.0
 
-    def __init__(self, *, prefill: PrefillCost = dense_8b_flops, remembered_pages: int = _REMEMBERED_PAGES) -> None:
+    def __init__(
+        self,
+        *,
+        prefill: PrefillCost = dense_8b_flops,
+        write_cost: float = WRITE_COST,
+        remembered_pages: int = _REMEMBERED_PAGES,
+    ) -> None:
+        if not 0 <= write_cost < math.inf:
+            raise ConfigError("write_cost", write_cost, "a finite share of at least 0 of the cost of computing a token")
         self._prefill = prefill
+        self._write_price = write_cost * prefill(0, 1)
         self._forecast = Forecast()
         self._remembered_pages = remembered_pages
         self._lives: deque[tuple[Life, Sequence[Key]]] = deque()
         self._pages = 0
         self._life_of: dict[Key, Life] = {}
         self._life_by_request: dict[int, Life] = {}  # by the identity of the facts, which the life keeps
-        self._forks: dict[int, list[tuple[int, Life]]] = {}
+        self._shared_by_request: dict[int, list[tuple[int, Life]]] = {}  # what else it used: where that ends, in tokens
         self._touched: Sequence[Key] | None = None  # by a request that nothing else is known of yet
         self._unnamed: Life | None = None
         self._tails_used, self._tails = 1.0, 2.0
@@ -56,44 +71,47 @@ class Continuation:
         return True
 
     def admits(self, keys: Sequence[Key], facts: SuffixFacts) -> int:
-        """All pages while there is room. Else all or none: they share a fate, but for a last one that nobody uses."""
+        """All while there is room. Else what is shared and what is the request's own, each whole or not at all, but for
+        a last page that nobody uses."""
         life = self._observe(facts.now_s, facts.request, facts.page_tokens) or self._life_of.get(keys[-1])
-        if life is None or self._evictions is None or facts.victim() is None:
+        least = self._evictions.least() if self._evictions and facts.victim() is not None else None
+        if life is None or least is None:
             return len(keys)
-        least = self._evictions.least()
-        if least is not None and self.worth_of(life, facts.now_s) <= _WRITE_MARGIN * least:
-            return 0
-        return len(keys) - (self._tails_used < _TAIL_SHARE * self._tails)
+        saved = self._prefill(life.tokens, life.tokens + 1)
+        if self._forecast.gain(life, saved, least) > self._write_price:
+            return len(keys) - (self._tails_used < _TAIL_SHARE * self._tails)
+        return self._shared_pages(keys, facts.now_s, least)
+
+    def _shared_pages(self, keys: Sequence[Key], now_s: float, least: float) -> int:
+        """How many of the pages, from the first on, are shared and worth more than the victim."""
+        pages = 0
+        for life, its in self._users(keys):
+            if life is None or life.uses_s is None or self._worth_of(life, now_s, life.tokens) <= least:
+                break
+            pages += its
+        return pages
 
     def _observe(self, now_s: float, request: RequestFacts | None, page_tokens: int) -> Life | None:
-        """A request has touched pages: the lives that it goes on from end, and one begins.
+        """A request has touched pages: the lives that it goes on from end, and one begins. Returns that.
 
-        A part of a life that a request takes without going on from it is a fork: its pages are shared from then on.
+        A part of a life that a request takes without going on from it is shared from then on.
         """
         keys, self._touched = self._touched, None
         if not keys:
             return None
-        own, turn, end, users = list[Key](), 0, 0, self._users(keys)
-        shared = list[tuple[Life, Sequence[Key]]]()
-        new_pages = 0
-        for life, pages in users:
+        own, shared = list[Key](), list[tuple[int, Life]]()
+        turn = new_pages = end = 0
+        for life, pages in self._users(keys):
             start, end = end, end + pages
+            if life is not None and (life.uses_s is not None or 2 * pages < life.pages):
+                shared.append((end * page_tokens, self._share(life, now_s, end * page_tokens, keys[start:end])))
+                continue
+            own += keys[start:end]
             if life is None:
                 new_pages += pages
-                own += keys[start:end]
-                continue
-            goes_on = 2 * pages >= life.pages
-            if life.uses_s is None and goes_on:
-                self._tails += not life.ended
-                self._tails_used += pages == life.pages and not life.ended
-                self._forecast.end(life, now_s)
-                turn = life.turn + 1
-                own += keys[start:end]
             else:
-                shared.append((Life.shared(life, now_s, end * page_tokens, pages), keys[start:end]))
-            life.pages -= pages
-        for life, its_keys in shared:
-            self._remember(life, its_keys, None)
+                turn = life.turn + 1
+                self._go_on(life, now_s, pages)
         if own:
             life = self._forecast.begin(
                 now_s,
@@ -104,36 +122,61 @@ class Continuation:
                 turn=turn,
             )
             life.pages = len(own)
-            self._remember(life, own, request)
+            self._remember(life, own)
         else:
-            life = shared[-1][0]
+            life = shared[-1][1]
         self._unnamed = life if request is None else None
-        if request is not None and shared:
-            self._forks[id(request)] = [(each.tokens, each) for each, _ in shared]
+        self._name(life, request, shared)
+        return life
+
+    def _go_on(self, life: Life, now_s: float, pages: int) -> None:
+        """A request uses ``pages`` of a life, which are most of it."""
+        self._tails += not life.ended
+        self._tails_used += pages == life.pages and not life.ended
+        self._forecast.end(life, now_s)
+        life.pages -= pages
+
+    def _share(self, life: Life, now_s: float, end_tokens: int, keys: Sequence[Key]) -> Life:
+        """A request uses these pages of a life besides others, that it goes on from."""
+        if life.uses_s is None or len(keys) < life.pages:
+            life.pages -= len(keys)
+            life = Life.shared(life, end_tokens, len(keys))
+            self._remember(life, keys)
+        assert life.uses_s is not None, "what is shared has uses"
+        life.uses_s.append(now_s)
         return life
 
     def _users(self, keys: Sequence[Key]) -> list[tuple[Life | None, int]]:
         """Lives of the keys, and how many pages each of them has there, from the root on."""
         return [(life, len(list(pages))) for life, pages in groupby(map(self._life_of.get, keys))]
 
-    def _remember(self, life: Life, keys: Sequence[Key], request: RequestFacts | None) -> None:
+    def _remember(self, life: Life, keys: Sequence[Key]) -> None:
         self._life_of.update(dict.fromkeys(keys, life))
-        self._name(life, request)
         self._lives.append((life, keys))
         self._pages += len(keys)
         while self._pages > self._remembered_pages and len(self._lives) > 1:
             old, old_keys = self._lives.popleft()
+            if old.uses_s is not None and old.uses_s[-1] > old.started_s:  # since it was last here
+                old.started_s = old.uses_s[-1]
+                self._lives.append((old, old_keys))
+                continue
             self._pages -= len(old_keys)
-            self._life_by_request.pop(id(old.request), None)
-            self._forks.pop(id(old.request), None)
+            self._forget_request(old)
             for key in old_keys:
                 if self._life_of.get(key) is old:
                     del self._life_of[key]
 
-    def _name(self, life: Life, request: RequestFacts | None) -> None:
+    def _name(self, life: Life, request: RequestFacts | None, shared: list[tuple[int, Life]]) -> None:
         if request is not None:
+            self._forget_request(life)
             life.request = request
             self._life_by_request[id(request)] = life
+            if shared:
+                self._shared_by_request[id(request)] = shared
+
+    def _forget_request(self, life: Life) -> None:
+        self._life_by_request.pop(id(life.request), None)
+        self._shared_by_request.pop(id(life.request), None)
 
     # -- what the eviction policy asks -------------------------------------------------------------------------------
 
@@ -145,15 +188,11 @@ class Continuation:
 
     def worth(self, facts: EvictionFacts) -> float:
         """What a page is worth: cost saved per second of room."""
-        return self.worth_of(self._life(facts), facts.now_s)
+        return self._worth_of(self._life(facts), facts.now_s, facts.end_tokens)
 
-    def worth_of(self, life: Life, now_s: float) -> float:
-        """The same, of all that a life has left."""
-        if life.uses_s is not None:
-            rate = len(life.uses_s) / (now_s - life.uses_s[0] + SHARED_S)
-        else:
-            rate = self._forecast.rate(life, now_s)
-        return rate * self._prefill(life.tokens, life.tokens + 1)
+    def _worth_of(self, life: Life, now_s: float, end_tokens: int) -> float:
+        end_tokens = min(end_tokens, life.tokens)
+        return self._forecast.rate(life, now_s) * self._prefill(end_tokens, end_tokens + 1)
 
     def used(self, facts: EvictionFacts) -> None:
         """A resident page is used by the next request. Ends lives where nobody tells of touches."""
@@ -168,10 +207,9 @@ class Continuation:
         if request is None:
             life = self._life_of.get(facts.key)
         else:
-            for end_tokens, life in self._forks.get(id(request), ()):
-                if facts.end_tokens <= end_tokens:
-                    return life
-            life = self._life_by_request.get(id(request))
+            shared = self._shared_by_request.get(id(request), ())
+            within = (life for end_tokens, life in shared if facts.end_tokens <= end_tokens)
+            life = next(within, None) or self._life_by_request.get(id(request))
         if life is not None:
             return life
         life, self._unnamed = self._unnamed, None
@@ -184,9 +222,8 @@ class Continuation:
                 new_tokens=request.new_tokens if request else facts.tokens,
                 turn=(request.turn or 0) if request else 0,
             )
-            self._remember(life, (facts.key,), request)
-        else:
-            self._name(life, request)
+            self._remember(life, (facts.key,))
+        self._name(life, request, [])
         return life
 
 
