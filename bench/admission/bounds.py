@@ -58,18 +58,28 @@ def ceiling(trace: Trace, prefill: Prefill = prefill_8b_flops) -> Reached:
     return score.reached()
 
 
-def belady(trace: Trace, capacity_pages: int, prefill: Prefill = prefill_8b_flops, *, bypass: bool = True) -> Reached:
+def belady(
+    trace: Trace,
+    capacity_pages: int,
+    prefill: Prefill = prefill_8b_flops,
+    *,
+    bypass: bool = True,
+    warm_share: float = 0.0,
+) -> Reached:
     """Keep what is used next soonest; of one request that is its start, so no page outlives those before it.
 
     With ``bypass`` a page that is used later than all that are there is not taken in, nor one that is never used again.
+    The first ``warm_share`` of requests count for nothing but what they leave.
     """
+    first_scored = int(len(trace.requests) * warm_share)
     nexts = _next_uses(trace)
     resident: dict[int, int] = {}  # page: its next use
     latest: list[tuple[int, int]] = []  # (-next use, page), with records that no longer hold
     score = _Score(trace, prefill)
     place = 0
-    for request in trace.requests:
-        score.add(request, _leading(request.blocks, resident))
+    for number, request in enumerate(trace.requests):
+        if number >= first_scored:
+            score.add(request, _leading(request.blocks, resident))
         for block in request.blocks:
             after = int(nexts[place])
             place += 1
@@ -126,6 +136,7 @@ class _Score:
         self._trace, self._prefill = trace, prefill
         self.written = 0
         self._hits, self._tokens, self._saved, self._total = 0, 0, 0.0, 0.0
+        self._references, self._input_tokens = 0, 0
 
     def add(self, request: TraceRequest, pages: int) -> None:
         """``pages`` leading ones of the request were there."""
@@ -134,9 +145,11 @@ class _Score:
         self._tokens += tokens
         self._saved += self._prefill(0, tokens)
         self._total += self._prefill(0, request.tokens)
+        self._references += len(request.blocks)
+        self._input_tokens += request.tokens
 
     def reached(self) -> Reached:
-        references, tokens = max(1, self._trace.references), max(1, self._trace.input_tokens)
+        references, tokens = max(1, self._references), max(1, self._input_tokens)
         return Reached(
             self._hits,
             self._tokens,

@@ -36,7 +36,8 @@ _TAIL_SHARE = 0.25  # a last page that is used in fewer continuations is not wor
 class Continuation:
     """See the module. Not thread-safe; about 150 bytes for each of the million pages that it remembers.
 
-    ``write_cost`` is what writing a token costs, in terms of computing the first token of a prompt.
+    ``write_cost`` is what writing a token costs, in terms of computing the first token of a prompt. ``forecast`` is
+    for studies of what a better one would bring.
     """
 
     ahead_share = 0.0
@@ -45,6 +46,7 @@ class Continuation:
         self,
         *,
         prefill: PrefillCost = dense_8b_flops,
+        forecast: Forecast | None = None,
         write_cost: float = WRITE_COST,
         remembered_pages: int = _REMEMBERED_PAGES,
     ) -> None:
@@ -52,7 +54,7 @@ class Continuation:
             raise ConfigError("write_cost", write_cost, "a finite share of at least 0 of the cost of computing a token")
         self._prefill = prefill
         self._write_price = write_cost * prefill(0, 1)
-        self._forecast = Forecast()
+        self._forecast = forecast or Forecast()
         self._remembered_pages = remembered_pages
         self._lives: deque[tuple[Life, Sequence[Key]]] = deque()
         self._pages = 0
@@ -161,22 +163,25 @@ class Continuation:
                 self._lives.append((old, old_keys))
                 continue
             self._pages -= len(old_keys)
-            self._forget_request(old)
+            for request in old.requests:
+                self._forget_request(request)
             for key in old_keys:
                 if self._life_of.get(key) is old:
                     del self._life_of[key]
 
     def _name(self, life: Life, request: RequestFacts | None, shared: list[tuple[int, Life]]) -> None:
+        """From now on ``request`` stands for the life. The one before it still does: what it used is about to be told."""
         if request is not None:
-            self._forget_request(life)
-            life.request = request
+            if len(life.requests) == 2:
+                self._forget_request(life.requests.popleft())
+            life.requests.append(request)
             self._life_by_request[id(request)] = life
             if shared:
                 self._shared_by_request[id(request)] = shared
 
-    def _forget_request(self, life: Life) -> None:
-        self._life_by_request.pop(id(life.request), None)
-        self._shared_by_request.pop(id(life.request), None)
+    def _forget_request(self, request: object) -> None:
+        self._life_by_request.pop(id(request), None)
+        self._shared_by_request.pop(id(request), None)
 
     # -- what the eviction policy asks -------------------------------------------------------------------------------
 
@@ -277,6 +282,8 @@ class ContinuationEviction(Generic[Item]):
     def used(self, item: Item) -> None:
         self._choice = -1
         self._policy.used(self._items.facts(item))
+        if item in self._live:
+            self._record(item, 0.0, 0)  # surfaces first, and is put where it belongs then
 
     def expired(self, now_s: float) -> Item | None:
         return None
@@ -293,11 +300,14 @@ class ContinuationEviction(Generic[Item]):
         return len(self._live)
 
     def _push(self, item: Item) -> None:
+        facts = self._items.facts(item)
+        self._record(item, self._policy.worth(facts), facts.used_at)
+
+    def _record(self, item: Item, worth: float, used_at: int) -> None:
         self._number += 1
         self._changes += 1
         self._live[item] = self._number
-        facts = self._items.facts(item)
-        heapq.heappush(self._heap, (self._policy.worth(facts), facts.used_at, self._number, item))
+        heapq.heappush(self._heap, (worth, used_at, self._number, item))
 
     def _look_again(self) -> None:
         items = list(self._live)

@@ -45,7 +45,7 @@ class Life:
         "ended",
         "number",
         "pages",
-        "request",
+        "requests",
         "row",
         "row_of",
         "started_s",
@@ -62,7 +62,7 @@ class Life:
         self.turn = turn
         self.pages = 0  # that nobody has used since
         self.ended = False
-        self.request: object = None  # kept alive while it is known by its identity
+        self.requests: deque[object] = deque()  # kept alive while they are known by their identity
         self.uses_s: deque[float] | None = None  # the last of a shared prefix
         self.row: Sequence[float] = ()
         self.row_of = -1  # the fit that ``row`` is from
@@ -152,7 +152,7 @@ class Forecast:
         alive = 1 - 0.5 * _BORDERS_S / (_PRIOR_MEDIAN_S + _BORDERS_S)
         prior = 1 - alive[1:] / alive[:-1]
         chance = (ends.sum(0) + prior) / (at_risk.sum(0) + 1)
-        self._root = _worths(chance[None])[0].tolist()
+        self._root = worths_of(chance[None])[0].tolist()
         self._table = {}
         above = np.tile(chance, (lives, 1))
         for level in range(4 if lives else 0):
@@ -161,12 +161,12 @@ class Forecast:
             np.add.at(ends_of, cell, ends)
             np.add.at(risk_of, cell, at_risk)
             chances = (ends_of + _PRIOR_LIVES * above[first]) / (risk_of + _PRIOR_LIVES)
-            self._table.update(zip(codes.tolist(), _worths(chances).tolist(), strict=True))
+            self._table.update(zip(codes.tolist(), worths_of(chances).tolist(), strict=True))
             above = chances[cell]
         self._fits += 1
 
 
-def _worths(chances: Array) -> Array:
+def worths_of(chances: Array) -> Array:
     """``chances``: [cells, ages], to end within that age when it is reached. Returns [cells, 3 * ages]: the best rate
     from each age on; the chance to have ended by the end of each age; and the seconds of room taken until then."""
     cells, ages = chances.shape
