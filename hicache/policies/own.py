@@ -62,7 +62,9 @@ class Continuation:
         self._life_by_request: dict[int, Life] = {}  # by the identity of the facts, which the life keeps
         self._shared_by_request: dict[int, list[tuple[int, Life]]] = {}  # what else it used: where that ends, in tokens
         self._touched: Sequence[Key] | None = None  # by a request that nothing else is known of yet
-        self._unnamed: Life | None = None
+        self._unnamed: deque[tuple[float, Life, list[tuple[int, Life]]]] = deque(
+            maxlen=64
+        )  # whose request is not known
         self._tails_used, self._tails = 1.0, 2.0
         self._evictions: ContinuationEviction[object] | None = None
 
@@ -127,7 +129,8 @@ class Continuation:
             self._remember(life, own)
         else:
             life = shared[-1][1]
-        self._unnamed = life if request is None else None
+        if request is None:
+            self._unnamed.append((now_s, life, shared))
         self._name(life, request, shared)
         return life
 
@@ -217,7 +220,12 @@ class Continuation:
             life = next(within, None) or self._life_by_request.get(id(request))
         if life is not None:
             return life
-        life, self._unnamed = self._unnamed, None
+        named = next((each for each in self._unnamed if each[0] == facts.used_s), None)
+        if named is not None and request is not None:
+            self._unnamed.remove(named)
+            self._name(named[1], request, named[2])
+            return self._life(facts)
+        life = None if named is None else named[1]
         if life is None:
             life = self._forecast.begin(
                 facts.used_s,
