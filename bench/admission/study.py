@@ -67,7 +67,8 @@ TRACES: dict[str, Callable[[], Trace]] = {
 def in_pages(trace: Trace, page_tokens: int) -> Trace:
     """The same requests, of a cache with longer pages; ids name prefixes, so the last id of a page names it."""
     factor, rest = divmod(page_tokens, trace.block_tokens)
-    assert factor and not rest, (page_tokens, trace.block_tokens)
+    assert factor > 0, (page_tokens, trace.block_tokens)
+    assert not rest, (page_tokens, trace.block_tokens)
     requests = []
     for request in trace.requests:
         blocks = list(request.blocks[factor - 1 :: factor])
@@ -141,7 +142,8 @@ def tasks_of(traces: Sequence[str], capacities: Sequence[str], *, bounds: bool, 
 def markdown(rows: Sequence[dict[str, Any]]) -> str:
     """One line for each trace and capacity: ours, the best other one, the bounds, and what is written."""
     lines = [
-        "| trace, capacity | continuation | best other | LRU | second touch | Belady | bound | of Belady | regret | written |",
+        "| trace, capacity | continuation | best other | LRU | second touch | Belady | bound | of Belady | regret "
+        "| written |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |",
     ]
     for trace, capacity in dict.fromkeys((row["trace"], row["capacity"]) for row in rows):
@@ -236,7 +238,9 @@ def limit(json_path: str | None, name: str, capacity: str) -> None:
 @_names
 def ttl(json_path: str | None, traces: str) -> None:
     """R(tau): hits, room and idle time by time to live."""
-    rows = [{"trace": name, **row} for name in _chosen(traces, TRACES, "traces") for row in residency(TRACES[name]())]
+    rows: list[dict[str, Any]] = [
+        {"trace": name, **row} for name in _chosen(traces, TRACES, "traces") for row in residency(TRACES[name]())
+    ]
     if json_path is not None:
         _write({"rows": rows}, json_path)
     for row in rows:

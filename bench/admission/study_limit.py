@@ -163,7 +163,7 @@ def hazards(lives: Lives, traits: Sequence[int], first: Array, middle_s: float) 
     count = int(columns.max()) + 1
     known_s = np.minimum(lives.age_s, middle_s - lives.started_s)
     ended = lives.age_s <= known_s
-    rows, seen_ages = np.nonzero(first[:, None] & (_STARTS_S <= known_s[:, None]))
+    rows, seen_ages = np.nonzero(first[:, None] & (known_s[:, None] >= _STARTS_S))
     ends = ended[rows] & (np.searchsorted(_STARTS_S, known_s[rows], side="right") - 1 == seen_ages)
 
     def matrix(of: Array, age: Array) -> csr_array:
@@ -206,7 +206,7 @@ def _columns(bins: Array) -> Array:
 
 def auc(scores: Array, is_true: Array) -> float:
     """The chance that one that is true scores higher than one that is not; ties count half."""
-    from scipy.stats import rankdata
+    from scipy.stats import rankdata  # type: ignore[import-untyped]  # as above
 
     true, false = int(is_true.sum()), int((~is_true).sum())
     if not true or not false:

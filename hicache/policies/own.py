@@ -173,7 +173,7 @@ class Continuation:
                     del self._life_of[key]
 
     def _name(self, life: Life, request: RequestFacts | None, shared: list[tuple[int, Life]]) -> None:
-        """From now on ``request`` stands for the life. The one before it still does: what it used is about to be told."""
+        """``request`` stands for the life. The one before still does: pages are told of with it until they are used."""
         if request is not None:
             if len(life.requests) == 2:
                 self._forget_request(life.requests.popleft())
