@@ -5,44 +5,66 @@ One object is both the write policy and the eviction policy of a tier, which sha
     policy = Continuation()
     TierSpec("L3", pages, eviction=policy.eviction, write=lambda: policy)
 
-A page is worth its forecast rate of use, times what a token at the end of its prompt costs to compute, which grows
-with the length: the end is what is left to a life, since others share the start. The page that is worth least goes
-first; what is not worth clearly more than that is not written. A last page that is not full, and so never used again
-with the others, is found out and not written either while room is short.
+A page is worth its forecast rate of use, times what its last token costs to compute, which grows with the depth. The
+page that is worth least goes first, and prices the room: a request's pages are written if what they are expected to
+save, less that room for as long as they had best be kept, is more than writing costs. A last page that is not full,
+and so never used again with the others, is found out and not written either while room is short.
+
+What a second request uses without going on from the first one is shared: it is worth the rate of its own last uses.
 """
 
 from __future__ import annotations
 
 import heapq
-from collections import Counter, deque
+import math
+from collections import deque
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Generic
 
+from hicache.errors import ConfigError
 from hicache.policies.eviction import Describe, Item
 from hicache.policies.eviction_kinds import PrefillCost, dense_8b_flops
 from hicache.policies.facts import EvictionFacts, Key, RequestFacts, SuffixFacts
 from hicache.policies.own_forecast import Forecast, Life
 
 _REMEMBERED_PAGES = 1 << 20
-_WRITE_MARGIN = 1.3  # a page that is worth less than so many times its victim is not worth the exchange
+WRITE_COST = 0.125  # 3.0 of 23.5 us a token: docs/policies.md, the costs of a published rig
 _TAIL_SHARE = 0.25  # a last page that is used in fewer continuations is not worth writing
 
 
 class Continuation:
-    """See the module. Not thread-safe; about 150 bytes for each of the million pages that it remembers."""
+    """See the module. Not thread-safe; about 150 bytes for each of the million pages that it remembers.
+
+    ``write_cost`` is what writing a token costs, in terms of computing the first token of a prompt. ``forecast`` is
+    for studies of what a better one would bring.
+    """
 
     ahead_share = 0.0
 
-    def __init__(self, *, prefill: PrefillCost = dense_8b_flops, remembered_pages: int = _REMEMBERED_PAGES) -> None:
+    def __init__(
+        self,
+        *,
+        prefill: PrefillCost = dense_8b_flops,
+        forecast: Forecast | None = None,
+        write_cost: float = WRITE_COST,
+        remembered_pages: int = _REMEMBERED_PAGES,
+    ) -> None:
+        if not 0 <= write_cost < math.inf:
+            raise ConfigError("write_cost", write_cost, "a finite share of at least 0 of the cost of computing a token")
         self._prefill = prefill
-        self._forecast = Forecast()
+        self._write_price = write_cost * prefill(0, 1)
+        self._forecast = forecast or Forecast()
         self._remembered_pages = remembered_pages
         self._lives: deque[tuple[Life, Sequence[Key]]] = deque()
         self._pages = 0
         self._life_of: dict[Key, Life] = {}
         self._life_by_request: dict[int, Life] = {}  # by the identity of the facts, which the life keeps
+        self._shared_by_request: dict[int, list[tuple[int, Life]]] = {}  # what else it used: where that ends, in tokens
         self._touched: Sequence[Key] | None = None  # by a request that nothing else is known of yet
-        self._unnamed: Life | None = None
+        self._unnamed: deque[tuple[float, Life, list[tuple[int, Life]]]] = deque(
+            maxlen=64
+        )  # whose request is not known
         self._tails_used, self._tails = 1.0, 2.0
         self._evictions: ContinuationEviction[object] | None = None
 
@@ -53,66 +75,119 @@ class Continuation:
         return True
 
     def admits(self, keys: Sequence[Key], facts: SuffixFacts) -> int:
-        """All pages while there is room. Else all or none: they share a fate, but for a last one that nobody uses."""
+        """All while there is room. Else what is shared and what is the request's own, each whole or not at all, but for
+        a last page that nobody uses."""
         life = self._observe(facts.now_s, facts.request, facts.page_tokens) or self._life_of.get(keys[-1])
-        if life is None or self._evictions is None or facts.victim() is None:
+        least = self._evictions.least() if self._evictions and facts.victim() is not None else None
+        if life is None or least is None:
             return len(keys)
-        least = self._evictions.least()
-        if least is not None and self.worth_of(life, facts.now_s) <= _WRITE_MARGIN * least:
-            return 0
-        return len(keys) - (self._tails_used < _TAIL_SHARE * self._tails)
+        saved = self._prefill(life.tokens, life.tokens + 1)
+        if self._forecast.gain(life, saved, least) > self._write_price:
+            return len(keys) - (self._tails_used < _TAIL_SHARE * self._tails)
+        return self._shared_pages(keys, facts.now_s, least)
+
+    def _shared_pages(self, keys: Sequence[Key], now_s: float, least: float) -> int:
+        """How many of the pages, from the first on, are shared and worth more than the victim."""
+        pages = 0
+        for life, its in self._users(keys):
+            if life is None or life.uses_s is None or self._worth_of(life, now_s, life.tokens) <= least:
+                break
+            pages += its
+        return pages
 
     def wrote(self, size_bytes: int) -> None:
         pass
 
     def _observe(self, now_s: float, request: RequestFacts | None, page_tokens: int) -> Life | None:
-        """A request has touched pages: the lives that it goes on from end, and one begins."""
+        """A request has touched pages: the lives that it goes on from end, and one begins. Returns that.
+
+        A part of a life that a request takes without going on from it is shared from then on.
+        """
         keys, self._touched = self._touched, None
         if not keys:
             return None
-        users = Counter(map(self._life_of.get, keys))
-        new_pages = users.pop(None, 0)
-        latest = self._life_of.get(keys[len(keys) - new_pages - 1]) if new_pages < len(keys) else None
-        turn = 0
-        for life, pages in users.items():
-            assert life is not None
-            if 2 * pages >= life.pages:
-                self._tails += not life.ended
-                self._tails_used += pages == life.pages and not life.ended
-                self._forecast.end(life, now_s)
-                turn = life.turn + 1 if life is latest else turn
-            life.pages -= pages
-        tokens = request.prompt_tokens if request else len(keys) * page_tokens
-        life = self._forecast.begin(
-            now_s,
-            tenant=request.tenant if request else "",
-            kind=request.kind if request else None,
-            tokens=tokens,
-            new_tokens=new_pages * page_tokens,
-            turn=turn,
-        )
-        life.pages = len(keys)
-        self._remember(life, keys, request)
+        own, shared = list[Key](), list[tuple[int, Life]]()
+        turn = new_pages = end = 0
+        for life, pages in self._users(keys):
+            start, end = end, end + pages
+            if life is not None and (life.uses_s is not None or 2 * pages < life.pages):
+                shared.append((end * page_tokens, self._share(life, now_s, end * page_tokens, keys[start:end])))
+                continue
+            own += keys[start:end]
+            if life is None:
+                new_pages += pages
+            else:
+                turn = life.turn + 1
+                self._go_on(life, now_s, pages)
+        if own:
+            life = self._forecast.begin(
+                now_s,
+                tenant=request.tenant if request else "",
+                kind=request.kind if request else None,
+                tokens=request.prompt_tokens if request else len(keys) * page_tokens,
+                new_tokens=new_pages * page_tokens,
+                turn=turn,
+            )
+            life.pages = len(own)
+            self._remember(life, own)
+        else:
+            life = shared[-1][1]
+        if request is None:
+            self._unnamed.append((now_s, life, shared))
+        self._name(life, request, shared)
         return life
 
-    def _remember(self, life: Life, keys: Sequence[Key], request: RequestFacts | None) -> None:
+    def _go_on(self, life: Life, now_s: float, pages: int) -> None:
+        """A request uses ``pages`` of a life, which are most of it."""
+        self._tails += not life.ended
+        self._tails_used += pages == life.pages and not life.ended
+        self._forecast.end(life, now_s)
+        life.pages -= pages
+
+    def _share(self, life: Life, now_s: float, end_tokens: int, keys: Sequence[Key]) -> Life:
+        """A request uses these pages of a life besides others, that it goes on from."""
+        if life.uses_s is None or len(keys) < life.pages:
+            life.pages -= len(keys)
+            life = Life.shared(life, end_tokens, len(keys))
+            self._remember(life, keys)
+        assert life.uses_s is not None, "what is shared has uses"
+        life.uses_s.append(now_s)
+        return life
+
+    def _users(self, keys: Sequence[Key]) -> list[tuple[Life | None, int]]:
+        """Lives of the keys, and how many pages each of them has there, from the root on."""
+        return [(life, len(list(pages))) for life, pages in groupby(map(self._life_of.get, keys))]
+
+    def _remember(self, life: Life, keys: Sequence[Key]) -> None:
         self._life_of.update(dict.fromkeys(keys, life))
-        self._name(life, request)
-        self._unnamed = life if request is None else None
         self._lives.append((life, keys))
         self._pages += len(keys)
         while self._pages > self._remembered_pages and len(self._lives) > 1:
             old, old_keys = self._lives.popleft()
+            if old.uses_s is not None and old.uses_s[-1] > old.started_s:  # since it was last here
+                old.started_s = old.uses_s[-1]
+                self._lives.append((old, old_keys))
+                continue
             self._pages -= len(old_keys)
-            self._life_by_request.pop(id(old.request), None)
+            for request in old.requests:
+                self._forget_request(request)
             for key in old_keys:
                 if self._life_of.get(key) is old:
                     del self._life_of[key]
 
-    def _name(self, life: Life, request: RequestFacts | None) -> None:
+    def _name(self, life: Life, request: RequestFacts | None, shared: list[tuple[int, Life]]) -> None:
+        """``request`` stands for the life. The one before still does: pages are told of with it until they are used."""
         if request is not None:
-            life.request = request
+            if len(life.requests) == 2:
+                self._forget_request(life.requests.popleft())
+            life.requests.append(request)
             self._life_by_request[id(request)] = life
+            if shared:
+                self._shared_by_request[id(request)] = shared
+
+    def _forget_request(self, request: object) -> None:
+        self._life_by_request.pop(id(request), None)
+        self._shared_by_request.pop(id(request), None)
 
     # -- what the eviction policy asks -------------------------------------------------------------------------------
 
@@ -124,11 +199,11 @@ class Continuation:
 
     def worth(self, facts: EvictionFacts) -> float:
         """What a page is worth: cost saved per second of room."""
-        return self.worth_of(self._life(facts), facts.now_s)
+        return self._worth_of(self._life(facts), facts.now_s, facts.end_tokens)
 
-    def worth_of(self, life: Life, now_s: float) -> float:
-        """The same, of all that a life has left."""
-        return self._forecast.rate(life, now_s) * self._prefill(life.tokens, life.tokens + 1)
+    def _worth_of(self, life: Life, now_s: float, end_tokens: int) -> float:
+        end_tokens = min(end_tokens, life.tokens)
+        return self._forecast.rate(life, now_s) * self._prefill(end_tokens, end_tokens + 1)
 
     def used(self, facts: EvictionFacts) -> None:
         """A resident page is used by the next request. Ends lives where nobody tells of touches."""
@@ -140,10 +215,20 @@ class Continuation:
 
     def _life(self, facts: EvictionFacts) -> Life:
         request = facts.last
-        life = self._life_by_request.get(id(request)) if request is not None else self._life_of.get(facts.key)
+        if request is None:
+            life = self._life_of.get(facts.key)
+        else:
+            shared = self._shared_by_request.get(id(request), ())
+            within = (life for end_tokens, life in shared if facts.end_tokens <= end_tokens)
+            life = next(within, None) or self._life_by_request.get(id(request))
         if life is not None:
             return life
-        life, self._unnamed = self._unnamed, None
+        named = next((each for each in self._unnamed if each[0] == facts.used_s), None)
+        if named is not None and request is not None:
+            self._unnamed.remove(named)
+            self._name(named[1], request, named[2])
+            return self._life(facts)
+        life = None if named is None else named[1]
         if life is None:
             life = self._forecast.begin(
                 facts.used_s,
@@ -153,9 +238,8 @@ class Continuation:
                 new_tokens=request.new_tokens if request else facts.tokens,
                 turn=(request.turn or 0) if request else 0,
             )
-            self._remember(life, (facts.key,), request)
-        else:
-            self._name(life, request)
+            self._remember(life, (facts.key,))
+        self._name(life, request, [])
         return life
 
 
@@ -210,6 +294,8 @@ class ContinuationEviction(Generic[Item]):
     def used(self, item: Item) -> None:
         self._choice = -1
         self._policy.used(self._items.facts(item))
+        if item in self._live:
+            self._record(item, 0.0, 0)  # surfaces first, and is put where it belongs then
 
     def expired(self, now_s: float) -> Item | None:
         return None
@@ -226,11 +312,14 @@ class ContinuationEviction(Generic[Item]):
         return len(self._live)
 
     def _push(self, item: Item) -> None:
+        facts = self._items.facts(item)
+        self._record(item, self._policy.worth(facts), facts.used_at)
+
+    def _record(self, item: Item, worth: float, used_at: int) -> None:
         self._number += 1
         self._changes += 1
         self._live[item] = self._number
-        facts = self._items.facts(item)
-        heapq.heappush(self._heap, (self._policy.worth(facts), facts.used_at, self._number, item))
+        heapq.heappush(self._heap, (worth, used_at, self._number, item))
 
     def _look_again(self) -> None:
         items = list(self._live)

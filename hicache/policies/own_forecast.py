@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
+from collections import deque
 from collections.abc import Sequence
 from typing import Any, TypeAlias
 
@@ -30,6 +31,8 @@ _WIDTHS_S = np.diff(_BORDERS_S)
 _PRIOR_LIVES = 10.0  # so many lives weighs the cell above
 _PRIOR_MEDIAN_S = 60.0  # before anything was seen: half of all lives end, half of those within this time
 _REMEMBERED = 8192  # lives; a power of two
+_SHARED_USES = 8
+_SHARED_S = 60.0  # so much longer a shared prefix counts as watched: two uses at once are no rate
 _FIT_EVERY = 32
 _VALUES = 64  # of each trait
 
@@ -37,7 +40,19 @@ _VALUES = 64  # of each trait
 class Life:
     """What one request used, from then on until another one uses it."""
 
-    __slots__ = ("codes", "ended", "number", "pages", "request", "row", "row_of", "started_s", "tokens", "turn")
+    __slots__ = (
+        "codes",
+        "ended",
+        "number",
+        "pages",
+        "requests",
+        "row",
+        "row_of",
+        "started_s",
+        "tokens",
+        "turn",
+        "uses_s",
+    )
 
     def __init__(self, number: int, started_s: float, codes: tuple[int, ...], tokens: int, turn: int) -> None:
         self.number = number
@@ -47,9 +62,18 @@ class Life:
         self.turn = turn
         self.pages = 0  # that nobody has used since
         self.ended = False
-        self.request: object = None  # kept alive while it is known by its identity
+        self.requests: deque[object] = deque()  # kept alive while they are known by their identity
+        self.uses_s: deque[float] | None = None  # the last of a shared prefix
         self.row: Sequence[float] = ()
         self.row_of = -1  # the fit that ``row`` is from
+
+    @classmethod
+    def shared(cls, life: Life, tokens: int, pages: int) -> Life:
+        """A prefix of ``tokens``, with ``pages`` of that life, which has been used as often as that."""
+        prefix = cls(-1, life.started_s, (), tokens, life.turn)
+        prefix.pages = pages
+        prefix.uses_s = deque((life.started_s,) if life.uses_s is None else life.uses_s, maxlen=_SHARED_USES)
+        return prefix
 
 
 class Forecast:
@@ -93,10 +117,27 @@ class Forecast:
     def rate(self, life: Life, now_s: float) -> float:
         """Uses to come per second of room, at best. What is left of a life that has ended counts like one that has not,
         as a second branch may follow."""
+        if life.uses_s is not None:
+            return len(life.uses_s) / (now_s - life.uses_s[0] + _SHARED_S)
+        row, age_s = self._row(life), max(0.0, now_s - life.started_s)
+        age = bisect_right(AGES_S, age_s) - 1
+        if age == len(AGES_S) - 1:
+            return row[age]
+        passed = (age_s - AGES_S[age]) / (AGES_S[age + 1] - AGES_S[age])
+        return row[age] * (1 - passed) + row[age + 1] * passed
+
+    def gain(self, life: Life, saved: float, room_cost: float) -> float:
+        """What keeping a life that begins is worth at best: ``saved`` if it is used, less ``room_cost`` a second."""
+        if life.uses_s is not None:
+            return math.inf
+        row, ages = self._row(life), len(AGES_S)
+        return max(saved * row[ages + age] - room_cost * row[2 * ages + age] for age in range(ages))
+
+    def _row(self, life: Life) -> Sequence[float]:
         if life.row_of != self._fits:
             known = (self._table[code] for code in reversed(life.codes) if code in self._table)
             life.row, life.row_of = next(known, self._root), self._fits
-        return life.row[bisect_right(AGES_S, now_s - life.started_s) - 1] if now_s >= life.started_s else life.row[0]
+        return life.row
 
     def _fit(self, now_s: float) -> None:
         lives = min(self._count, _REMEMBERED)
@@ -111,7 +152,7 @@ class Forecast:
         alive = 1 - 0.5 * _BORDERS_S / (_PRIOR_MEDIAN_S + _BORDERS_S)
         prior = 1 - alive[1:] / alive[:-1]
         chance = (ends.sum(0) + prior) / (at_risk.sum(0) + 1)
-        self._root = _worths(chance[None])[0].tolist()
+        self._root = worths_of(chance[None])[0].tolist()
         self._table = {}
         above = np.tile(chance, (lives, 1))
         for level in range(4 if lives else 0):
@@ -120,19 +161,22 @@ class Forecast:
             np.add.at(ends_of, cell, ends)
             np.add.at(risk_of, cell, at_risk)
             chances = (ends_of + _PRIOR_LIVES * above[first]) / (risk_of + _PRIOR_LIVES)
-            self._table.update(zip(codes.tolist(), _worths(chances).tolist(), strict=True))
+            self._table.update(zip(codes.tolist(), worths_of(chances).tolist(), strict=True))
             above = chances[cell]
         self._fits += 1
 
 
-def _worths(chances: Array) -> Array:
-    """``chances``: [cells, ages], to end within that age when it is reached. Returns the best rate from each age on."""
-    best = np.zeros_like(chances)
-    for start in range(len(AGES_S)):
-        alive, used, room_s = np.ones(len(chances)), np.zeros(len(chances)), np.zeros(len(chances))
-        for age in range(start, len(AGES_S)):
+def worths_of(chances: Array) -> Array:
+    """``chances``: [cells, ages], to end within that age when it is reached. Returns [cells, 3 * ages]: the best rate
+    from each age on; the chance to have ended by the end of each age; and the seconds of room taken until then."""
+    cells, ages = chances.shape
+    worths = np.zeros((cells, 3, ages))
+    for start in reversed(range(ages)):
+        alive, used, room_s = np.ones(cells), np.zeros(cells), np.zeros(cells)
+        for age in range(start, ages):
             ends = alive * chances[:, age]
             used, room_s = used + ends, room_s + _WIDTHS_S[age] * (alive - ends / 2)
             alive = alive - ends
-            best[:, start] = np.maximum(best[:, start], used / room_s)
-    return best
+            worths[:, 0, start] = np.maximum(worths[:, 0, start], used / room_s)
+            worths[:, 1, age], worths[:, 2, age] = used, room_s
+    return worths.reshape(cells, 3 * ages)
