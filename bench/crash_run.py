@@ -249,7 +249,8 @@ class CrashPart:
         shared = sum(number % 3 != 1 for number in range(self._part.clients))
         if samples["hicache_regions"] != shared:
             self._fail([f"{samples['hicache_regions']:.0f} regions are mapped, of {shared} clients"])
-        expected = {"d.sock", "d.sock.memory", "d.sock.bulk", "d.sock.lock", "log", "ready.json", "store", "tenants"}
+        sockets = {f"d.sock{end}" for end in ("", ".memory", ".bulk", ".admin", ".lock")}
+        expected = sockets | {"log", "ready.json", "store", "tenants"}
         found = {path.name for path in self._folder.iterdir()}
         self._fail([f"{name} lies beside the store" for name in sorted(found - expected)])
 
