@@ -2,21 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 import grpc
 import pytest
 
+from hicache.backends.store import ObjectStore
 from hicache.daemon import tenants_file
+from hicache.daemon.recovery import open_store
 from hicache.daemon.tenants import Tenants
 from hicache.daemon.tenants_file import change_file, rotate_token
 from hicache.errors import ConfigError
+from hicache.outcome import Outcome
 from hicache.tenancy import TENANT_BYTES, tenant_digest
 from tests.cli.conftest import Ran, run, store
 from tests.daemon.client import Client, refusal_code
 from tests.daemon.conftest import ThreadedDaemon
-from tests.daemon.rig import ALICE, BOB
+from tests.daemon.rig import ALICE, BOB, DaemonThread
+
+
+@contextmanager
+def stopping(daemon: DaemonThread) -> Iterator[DaemonThread]:
+    try:
+        yield daemon
+    finally:
+        daemon.stop()
 
 
 @pytest.fixture
@@ -111,6 +125,47 @@ def test_an_erase_deletes_everything_of_one_tenant_and_nothing_else(
     assert owners == {tenant_digest("bob")}
     again = run("tenants", "erase", "alice", "--yes", "--admin", admin)
     assert (again.code, "no tenant 'alice'" in again.err) == (1, True)
+
+
+@pytest.mark.parametrize("step", ["before", "fails"])
+def test_an_erase_drops_the_key_before_it_deletes_anything(
+    step: str,
+    two_tenants: str,
+    admin: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = folder / "masters"
+    keys.write_text(f"k1 {sha256(b'k1').hexdigest()}\n")
+    keys.chmod(0o600)
+    key_file = folder / "store" / "keys" / f"{tenant_digest('alice').hex()}.key"
+    there: list[bool] = []
+    delete, rename = ObjectStore.delete, Path.rename
+
+    def note(one: ObjectStore, doomed: Sequence[bytes]) -> list[Outcome]:
+        there.append(key_file.exists())
+        return delete(one, doomed)
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path == key_file:
+            raise OSError(errno.EROFS, "refused")
+        return rename(path, target)
+
+    monkeypatch.setattr(ObjectStore, "delete", note)
+    with stopping(DaemonThread(folder, open_store, tenants_file=two_tenants, encryption_keys=str(keys))) as daemon:
+        with Client(daemon.target, token=ALICE) as client:
+            store(client, range(3))
+        assert key_file.exists()
+        if step == "fails":
+            with monkeypatch.context() as broken:
+                broken.setattr(Path, "rename", refuse)
+                failed = run("tenants", "erase", "alice", "--yes", "--admin", admin)
+            assert (failed.code, "erase it again" in failed.err, there) == (1, True, []), failed
+        erased = run("tenants", "erase", "alice", "--yes", "--admin", admin, "--json", "-")
+        assert (erased.code, erased.json["objects"], set(there)) == (0, 3, {False}), erased
+        with Client(daemon.target, token=ALICE) as client:
+            kept = store(client, range(3))
+            assert client.present(kept) == [True] * 3, "what comes after has another key"
 
 
 def test_what_the_daemon_cannot_take_leaves_file_and_daemon_as_they_were(
