@@ -156,7 +156,7 @@ class TenantVerbs:
         erasing = self._erasing(digest)
         return await self._background.stream(request, "tenants erase", erasing, caller=call.caller, line=drop_line)
 
-    def _erasing(self, digest: bytes) -> Iterator[DropProgress]:
+    def _erasing(self, tenant: bytes) -> Iterator[DropProgress]:
         """The key first, where objects are encrypted: whatever happens from there on, nobody reads what was stored.
         Then passes over the store until one finds nothing, and what is known of the tenant beside its objects.
 
@@ -166,13 +166,13 @@ class TenantVerbs:
         total = DropProgress()
         yield total
         try:
-            store.forget_tenant(digest)
+            store.forget_tenant(tenant)
         except OSError as error:
             raise BackendError(f"the key of the tenant cannot be dropped ({error}): erase it again") from error
         for _ in range(PASSES_MAX):
             found = 0
             before = DropProgress(total.objects, total.payload_bytes, total.outcomes.copy())
-            for progress in drop(store, wanted=lambda owner, _: owner == digest):
+            for progress in drop(store, wanted=lambda owner, _: owner == tenant):
                 found = progress.objects
                 total.objects = before.objects + progress.objects
                 total.payload_bytes = before.payload_bytes + progress.payload_bytes
@@ -180,7 +180,7 @@ class TenantVerbs:
                 yield total
             if not found:
                 break
-        self._names.forget(digest)
+        self._names.forget(tenant)
         self._names.write()
         yield total
 

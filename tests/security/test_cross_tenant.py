@@ -17,6 +17,7 @@ from hicache.admin.verbs import EXPORT, NAMESPACE_DROP, NAMESPACES, TENANT_ERASE
 from hicache.daemon.admin_api import AdminError
 from hicache.daemon.authority import Caller
 from hicache.daemon.background import STREAMS_MAX, STREAMS_OF_TENANTS_MAX, Background, write
+from hicache.daemon.tier_fills import TierFill
 from hicache.errors import AdminRefused
 from hicache.outcome import Outcome
 from hicache.tenancy import tenant_digest
@@ -86,6 +87,14 @@ def stats(two: Two, who: Client) -> object:
     return (reply.objects, reply.used_bytes, reply.tenant_objects, reply.sessions)
 
 
+def report(two: Two, who: Client) -> object:
+    """What a report changes of what alice has reported."""
+    tiers = [pb.TierFill(name="l1", used_bytes=1, capacity_bytes=2)]
+    who.stub.Report(pb.ReportRequest(session_secret=who.secret, tiers=tiers), timeout=10)
+    [hers] = [session for session in two.daemon.daemon.drain._sessions or () if session.tenant.name == "alice"]
+    return dict(hers.tier_fills)
+
+
 def get_stream(two: Two, who: Client) -> object:
     return who.get_stream(KEYS, SIZES)
 
@@ -117,6 +126,7 @@ ATTEMPTS = {
     pin: ([ABSENT] * 2, [OK] * 2),
     watch: (False, True),
     stats: ((0, 0, 0, 1), (2, 10_000, 2, 1)),
+    report: ({}, {"l1": TierFill(1, 2)}),
     get_stream: ([ABSENT] * 2, PAYLOADS),
     put_stream: ([OK] * 2, [EXISTS] * 2),
     load: ("UNKNOWN_REGION", [OK] * 2),
