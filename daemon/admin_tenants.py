@@ -131,7 +131,10 @@ class TenantVerbs:
             try:
                 before = await asyncio.to_thread(change_file, file, edit)
             except NotWritable as error:
-                text = f"{error}: change it as its owner with `hicache tenants ... --file {file}`, which reloads then"
+                text = (
+                    f"{error}: change it as its owner with `hicache tenants ... --file {file}`, which reloads then; a "
+                    "credential of systemd is changed where LoadCredential= has it, and taken at a restart"
+                )
                 raise AdminError(409, text) from error
             try:
                 await self._reloader.reload()

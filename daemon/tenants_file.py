@@ -163,8 +163,9 @@ def read_file(path: str) -> str:
 def change_file(path: str, edit: Edit, *, is_new: bool = False) -> str:
     """Changes the file in one step, checked before; returns what it had. Blocking.
 
-    Its owner, group and mode stay; a new one is for its owner only. Raises ConfigError, and NotWritable where this user
-    may not write there; then the file is as it was.
+    Its owner, group and mode stay. A new one is for its owner, and for the group of a folder that is open to that and
+    nobody else: what root makes in /etc/hicached, hicached has to read. Raises ConfigError, and NotWritable where this
+    user may not write there; then the file is as it was.
     """
     real = os.path.realpath(path)
     before = read_file(real)
@@ -208,6 +209,10 @@ def _copy_ownership(path: str, fd: int) -> None:
     try:
         stat = os.stat(path)
     except FileNotFoundError:
+        folder = os.stat(os.path.dirname(path) or ".")
+        if folder.st_mode & 0o057 == 0o050:
+            os.fchown(fd, -1, folder.st_gid)
+            os.fchmod(fd, 0o640)
         return
     if (stat.st_uid, stat.st_gid) != (os.geteuid(), os.getegid()):
         os.fchown(fd, stat.st_uid, stat.st_gid)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import sha256
@@ -125,6 +126,45 @@ def test_an_erase_deletes_everything_of_one_tenant_and_nothing_else(
     assert owners == {tenant_digest("bob")}
     again = run("tenants", "erase", "alice", "--yes", "--admin", admin)
     assert (again.code, "no tenant 'alice'" in again.err) == (1, True)
+
+
+def test_a_tenant_is_erased_and_taken_out_of_a_file_that_the_daemon_may_not_write(
+    served: ThreadedDaemon, two_tenants: str, admin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(served.target, token=ALICE) as client:
+        store(client, range(3))
+    with monkeypatch.context() as read_only:
+        read_only.setattr("hicache.daemon.admin_tenants.change_file", _refuse_to_write)
+        refused_there = run("tenants", "erase", "alice", "--remove", "--yes", "--admin", admin)
+        assert (refused_there.code, "--file" in refused_there.err) == (1, True), refused_there
+        assert served.store.usage().objects == 3
+        here = ["--remove", "--yes", "--file", two_tenants, "--admin", admin, "--json", "-"]
+        assert run("tenants", "erase", "alice", *here).json["objects"] == 3
+        assert run("tenants", "add", "carol", *here[2:6]).code == 0
+        assert run("tenants", "erase", "carol", *here).json["objects"] == 0, "one who has stored nothing"
+        assert run("tenants", "erase", "carol", *here).code == 2, "and nobody"
+    assert refused(served, ALICE) == "BAD_TOKEN"
+    assert served.store.usage().objects == 0
+    assert run("tenants", "erase", "bob", *here[1:]).code == 2, "--file without --remove"
+
+
+def _refuse_to_write(file: str, edit: object) -> str:
+    raise tenants_file.NotWritable(f"tenants_file {file} cannot be written by this user")
+
+
+@pytest.mark.parametrize(("mode", "is_shared"), [(0o750, True), (0o755, False), (0o700, False)])
+def test_a_new_file_is_for_the_group_of_a_folder_that_is_open_to_that_alone(
+    tmp_path: Path, mode: int, is_shared: bool
+) -> None:
+    folder = tmp_path / "hicached"
+    folder.mkdir()
+    group = 4242 if os.geteuid() == 0 else os.getegid()
+    os.chown(folder, -1, group)
+    folder.chmod(mode)
+    assert run("tenants", "add", "alice", "--file", folder / "tenants", "--admin", tmp_path / "none").code == 0
+    stat = (folder / "tenants").stat()
+    assert stat.st_mode & 0o777 == (0o640 if is_shared else 0o600)
+    assert not is_shared or stat.st_gid == group
 
 
 @pytest.mark.parametrize("step", ["before", "fails"])
