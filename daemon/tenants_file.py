@@ -8,11 +8,10 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from hicache.daemon.tenants import PARSERS, Tenants
+from hicache.daemon.tenants import PARSERS, TENANTS_FILE_CHARS_MAX, Tenants
 from hicache.errors import BackendError, ConfigError
 
 TOKEN_BYTES = 32  # of a new token, before it is written as text
-FILE_BYTES_MAX = 16 << 20
 _HASH_MARK = "sha256:"
 _USER_MARKS = ("uid:", "gid:")  # in place of a token
 
@@ -153,11 +152,14 @@ def read_file(path: str) -> str:
     """The content; empty where there is no file yet. Raises ConfigError."""
     try:
         with open(path, encoding="utf-8") as source:
-            return source.read(FILE_BYTES_MAX)
+            text = source.read(TENANTS_FILE_CHARS_MAX + 1)
     except FileNotFoundError:
         return ""
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("tenants_file", path, f"a readable text file ({error})") from error
+    if len(text) > TENANTS_FILE_CHARS_MAX:
+        raise ConfigError("tenants_file", path, f"a file of at most {TENANTS_FILE_CHARS_MAX} characters")
+    return text
 
 
 def change_file(path: str, edit: Edit, *, is_new: bool = False) -> str:

@@ -148,6 +148,14 @@ def test_a_tenant_is_erased_and_taken_out_of_a_file_that_the_daemon_may_not_writ
     assert run("tenants", "erase", "bob", *here[1:]).code == 2, "--file without --remove"
 
 
+def test_a_file_that_is_too_long_is_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tenants"
+    file.write_text(text := f"alice {ALICE}\nbob {BOB}\n")
+    monkeypatch.setattr(tenants_file, "TENANTS_FILE_CHARS_MAX", len(text) - 1)
+    ran = run("tenants", "add", "carol", "--file", file, "--admin", tmp_path / "none")
+    assert (ran.code, "of at most" in ran.err, file.read_text() == text) == (2, True, True), ran
+
+
 def _refuse_to_write(file: str, edit: object) -> str:
     raise tenants_file.NotWritable(f"tenants_file {file} cannot be written by this user")
 
