@@ -131,6 +131,10 @@ class SharedStore:
         """See ``Backend.problem``."""
         return self._backend.problem()
 
+    def forget_tenant(self, tenant: bytes) -> bool:
+        """There are no keys of tenants: what is shared is not encrypted."""
+        return False
+
     def stored_bytes(self, size_bytes: int) -> int:
         """See ``Backend.stored_bytes``."""
         return self._backend.stored_bytes(size_bytes)

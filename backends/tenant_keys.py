@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import re
 import secrets
@@ -144,18 +145,22 @@ class TenantKeys:
     def drop(self, tenant: bytes) -> bool:
         """Nobody reads what was stored for this tenant, from here on and after any crash. False: it has no key.
 
-        Raises OSError where that cannot be written down; then it is read by nobody until the end of the process.
+        Raises OSError where that cannot be written down: it is read by nobody until the end of the process then, and
+        another drop goes on with what the files still have.
         """
         with self._lock:
-            if self._keys.pop(tenant, None) is None:
-                return False
+            had_one = self._keys.pop(tenant, None) is not None
             file = self._file(tenant)
             dropped = file.with_suffix(_DROPPED)
-            file.rename(dropped)
+            with contextlib.suppress(FileNotFoundError):
+                file.rename(dropped)
+                had_one = True
             self._sync_folder()
-            _shred(dropped)
+            with contextlib.suppress(FileNotFoundError):
+                _shred(dropped)
+                had_one = True
             self._sync_folder()
-            return True
+            return had_one
 
     def _load(self) -> None:
         self._folder.mkdir(mode=0o700, exist_ok=True)
@@ -190,7 +195,9 @@ class TenantKeys:
         new = file.with_suffix(_NEW)
         fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)
         try:
-            os.write(fd, self._masters.wrap(tenant, data_key))
+            content = self._masters.wrap(tenant, data_key)
+            if os.write(fd, content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(new))
             os.fsync(fd)
         finally:
             os.close(fd)

@@ -10,9 +10,10 @@ import lmdb
 from hicache.backends.file_layout import HEADER_BYTES, decode_header, object_path, stored_bytes_of
 from hicache.backends.lmdb_layout import CHUNK_BYTES, decode_record
 from hicache.backends.lmdb_slab import SLAB_NAME
+from hicache.backends.namespaces import NAMES_FILE
 
 STORE_FILES = {"lmdb": {"data.mdb", "lock.mdb", SLAB_NAME}, "file": {"objects", "unfinished"}}
-COMMON_FILES = {"hicache.lock", "hicache.store"}
+COMMON_FILES = {"hicache.lock", "hicache.store", NAMES_FILE, f"{NAMES_FILE}.tmp"}  # the last of a kill
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from hicache.backends.namespaces import (
 )
 from hicache.backends.scrub import Inventory, NamespaceUsage, ScrubProgress, Wanted, drop, scrub
 from hicache.daemon.admin_api import AdminApi, AdminError, Call
-from hicache.daemon.background import Background
+from hicache.daemon.background import Background, write
 from hicache.daemon.body_source import BodySource
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.namespaces import read_descriptor
@@ -92,7 +92,7 @@ class StoreVerbs:
         """What is stored by namespace; with ``tenant``, of that one only."""
         only = None if call.tenant is None else self._digest_of(call.tenant)
         inventory = Inventory()
-        async with self._background.steps("namespaces", self._store.walk()) as batches:
+        async with self._background.steps("namespaces", self._store.walk(), caller=call.caller) as batches:
             async for batch in batches:
                 wanted = [found for found in batch if only is None or found.key[:TENANT_BYTES] == only]
                 inventory.add(wanted, self._store.stored_bytes)
@@ -131,7 +131,7 @@ class StoreVerbs:
             )
         log.info("a namespace is dropped", tenant=call.tenant, namespace=tag_text(tag), by=call.caller.name)
         dropping = drop(self._store, wanted=lambda owner, its_tag: (owner, its_tag) == (tenant, tag))
-        return await self._background.stream(request, "namespaces drop", dropping, line=drop_line)
+        return await self._background.stream(request, "namespaces drop", dropping, caller=call.caller, line=drop_line)
 
     async def verify(self, call: Call[VerifyRequest], request: web.Request) -> web.StreamResponse:
         """Reads and checks what is stored, at a bounded rate; one at a time."""
@@ -150,7 +150,9 @@ class StoreVerbs:
 
         try:
             scrubbing = scrub(self._store, after=after, wanted=wanted)
-            return await self._background.stream(request, "verify", scrubbing, line=line, delay_s=delay_s)
+            return await self._background.stream(
+                request, "verify", scrubbing, caller=call.caller, line=line, delay_s=delay_s
+            )
         finally:
             self._is_verifying = False
 
@@ -168,11 +170,11 @@ class StoreVerbs:
         log.info("a namespace is exported", tenant=call.tenant, namespace=tag_text(tag), by=call.caller.name)
         parts = export_namespace(self._store, header, tenant=tenant, tag=tag, after=_key(call.names.get("after", "")))
         response = web.StreamResponse(headers={"Content-Type": "application/octet-stream"})
-        async with self._background.steps("export", parts) as steps:
+        async with self._background.steps("export", parts, caller=call.caller) as steps:
             await response.prepare(request)
             async for some in steps:
                 for part in some:
-                    await response.write(bytes(part))
+                    await write(response, bytes(part))
         await response.write_eof()
         return response
 
@@ -182,7 +184,7 @@ class StoreVerbs:
         source = BodySource(request.content, asyncio.get_running_loop())
         latest = ImportProgress()
         try:
-            async with self._background.steps("import", self._importing(source, tenant)) as steps:
+            async with self._background.steps("import", self._importing(source, tenant), caller=call.caller) as steps:
                 async for progress in steps:
                     latest = progress
         except ArchiveError as error:
@@ -225,9 +227,10 @@ class StoreVerbs:
         return found
 
     def _digest_of(self, name: str) -> bytes:
-        """Of a tenant that is known, or was; a digest in hexadecimal stands for itself."""
+        """Of a tenant that is known, or was; a digest in hexadecimal that is nobody's name stands for itself."""
+        is_name = any(tenant.name == name for tenant in self._tenants.settings)
         try:
-            raw = bytes.fromhex(name)
+            raw = b"" if is_name else bytes.fromhex(name)
         except ValueError:
             raw = b""
         return raw if len(raw) == TENANT_BYTES else tenant_digest(name)

@@ -131,7 +131,10 @@ class TenantVerbs:
             try:
                 before = await asyncio.to_thread(change_file, file, edit)
             except NotWritable as error:
-                text = f"{error}: change it as its owner with `hicache tenants ... --file {file}`, which reloads then"
+                text = (
+                    f"{error}: change it as its owner with `hicache tenants ... --file {file}`, which reloads then; a "
+                    "credential of systemd is changed where LoadCredential= has it, and taken at a restart"
+                )
                 raise AdminError(409, text) from error
             try:
                 await self._reloader.reload()
@@ -145,22 +148,34 @@ class TenantVerbs:
         """Deletes all objects of a tenant; ``remove``: after the tenant itself, so that nothing new comes."""
         name = call.names["tenant"]
         digest = tenant_digest(name)
+        if call.names.get("remove") and not call.caller.is_operator:
+            raise AdminError(403, f"whether tenant {name!r} goes on is not for {call.caller.name}: ask as an operator")
         is_known = any(tenant.name == name for tenant in self._tenants.settings)
         if not is_known and not self._storage.store.tenant_usage(digest).objects:
             raise AdminError(404, f"there is no tenant {name!r}, and nothing is stored for one of that name")
         if call.names.get("remove"):
             await self._change(name, remove_tenant(name), by=call.caller.name)
         log.info("a tenant is erased", tenant=name, by=call.caller.name)
-        return await self._background.stream(request, "tenants erase", self._erasing(digest), line=drop_line)
+        erasing = self._erasing(digest)
+        return await self._background.stream(request, "tenants erase", erasing, caller=call.caller, line=drop_line)
 
-    def _erasing(self, digest: bytes) -> Iterator[DropProgress]:
-        """Passes over the store until one finds nothing, then what is known of the tenant beside its objects."""
+    def _erasing(self, tenant: bytes) -> Iterator[DropProgress]:
+        """The key first, where objects are encrypted: whatever happens from there on, nobody reads what was stored.
+        Then passes over the store until one finds nothing, and what is known of the tenant beside its objects.
+
+        Raises BackendError where it cannot be written down that the key is gone.
+        """
         store = self._storage.store
         total = DropProgress()
+        yield total
+        try:
+            store.forget_tenant(tenant)
+        except OSError as error:
+            raise BackendError(f"the key of the tenant cannot be dropped ({error}): erase it again") from error
         for _ in range(PASSES_MAX):
             found = 0
             before = DropProgress(total.objects, total.payload_bytes, total.outcomes.copy())
-            for progress in drop(store, wanted=lambda owner, _: owner == digest):
+            for progress in drop(store, wanted=lambda owner, _: owner == tenant):
                 found = progress.objects
                 total.objects = before.objects + progress.objects
                 total.payload_bytes = before.payload_bytes + progress.payload_bytes
@@ -168,11 +183,8 @@ class TenantVerbs:
                 yield total
             if not found:
                 break
-        self._names.forget(digest)
+        self._names.forget(tenant)
         self._names.write()
-        forget = getattr(store, "forget_tenant", None)  # of a store that encrypts
-        if forget is not None:
-            forget(digest)
         yield total
 
 

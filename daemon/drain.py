@@ -53,6 +53,7 @@ class Drain:
         self._on_begin = on_begin
         self._clock = clock
         self._until_s = math.inf
+        self._is_given_up = False
         self._sessions: Sessions | None = None
         self._busy_calls: Callable[[], int] = lambda: 0
 
@@ -80,7 +81,8 @@ class Drain:
                 tell_at_s = now_s + TELL_S
                 self._manager.busy(f"draining: {held}", within_s=self._until_s - now_s + STOP_S_MAX)
             await asyncio.sleep(POLL_S)
-        if not self.held.is_nothing:
+        if not self.held.is_nothing and not self._is_given_up:
+            self._is_given_up = True
             log.warning("not drained in time; what is left ends here", held=str(self.held))
 
     @property

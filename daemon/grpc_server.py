@@ -11,7 +11,7 @@ import grpc
 from hicache.daemon.acceptor import BACKLOG
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.listeners import Listeners, remove_socket
-from hicache.daemon.relay import Relay
+from hicache.daemon.relay import STRANGERS_MAX, Relay
 from hicache.daemon.service import HiCachedService
 from hicache.daemon.sessions import CALLS_PER_SESSION_MAX, Sessions
 from hicache.daemon.settings import HostPort
@@ -106,7 +106,7 @@ class GrpcServer:
             _bind(server, setting, f"unix:{inner}", tls)
         self._own_sockets.append(inner)
         passed.listen(BACKLOG)
-        relay = Relay(setting, passed, inner)
+        relay = Relay(setting, passed, inner, connections_max=self._config.sessions_max + STRANGERS_MAX)
         relay.start()
         self._relays.append(relay)
 

@@ -7,6 +7,7 @@ import secrets
 import socket
 import struct
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -15,7 +16,7 @@ from hicache.daemon.refusals import Refusal
 from hicache.wire.protocol import SECRET_BYTES, RefusalCode
 
 TICKET_S = 10.0  # between the ticket and the hello that brings it
-TICKETS_MAX = 1024  # one more drops the oldest
+TICKETS_MAX = 1024  # one more drops the oldest of the user who has most: whoever floods them harms himself alone
 
 _UCRED = struct.Struct("3i")
 _SO_PEERGROUPS = 59
@@ -53,10 +54,15 @@ class PeerTickets:
         if peer is None:
             raise Refusal(RefusalCode.MALFORMED, "only the Unix socket tells whose process a client is")
         if len(self._peers) >= TICKETS_MAX:
-            del self._peers[next(iter(self._peers))]
+            self._make_room()
         ticket = secrets.token_bytes(SECRET_BYTES)
         self._peers[_hashed(ticket)] = peer, self._clock() + TICKET_S
         return ticket
+
+    def _make_room(self) -> None:
+        counts = Counter(peer.uid for peer, _ in self._peers.values())
+        [(most, _)] = counts.most_common(1)
+        del self._peers[next(ticket for ticket, (peer, _) in self._peers.items() if peer.uid == most)]
 
     def redeem(self, ticket: bytes) -> Peer | None:
         """Whose ticket this is; None for one that was never issued, is used up, or is too old."""

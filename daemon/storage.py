@@ -89,6 +89,10 @@ class Store(Protocol):
         """Drops objects."""
         ...
 
+    def forget_tenant(self, tenant: bytes) -> bool:
+        """Drops the key of a tenant; False without one. Raises OSError."""
+        ...
+
     def resize(self, capacity_bytes: int) -> None:
         """Another capacity; raises ConfigError or BackendError and keeps the old one where it cannot be."""
         ...

@@ -8,11 +8,10 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from hicache.daemon.tenants import PARSERS, Tenants
+from hicache.daemon.tenants import PARSERS, TENANTS_FILE_CHARS_MAX, Tenants
 from hicache.errors import BackendError, ConfigError
 
 TOKEN_BYTES = 32  # of a new token, before it is written as text
-FILE_BYTES_MAX = 16 << 20
 _HASH_MARK = "sha256:"
 _USER_MARKS = ("uid:", "gid:")  # in place of a token
 
@@ -153,18 +152,22 @@ def read_file(path: str) -> str:
     """The content; empty where there is no file yet. Raises ConfigError."""
     try:
         with open(path, encoding="utf-8") as source:
-            return source.read(FILE_BYTES_MAX)
+            text = source.read(TENANTS_FILE_CHARS_MAX + 1)
     except FileNotFoundError:
         return ""
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError("tenants_file", path, f"a readable text file ({error})") from error
+    if len(text) > TENANTS_FILE_CHARS_MAX:
+        raise ConfigError("tenants_file", path, f"a file of at most {TENANTS_FILE_CHARS_MAX} characters")
+    return text
 
 
 def change_file(path: str, edit: Edit, *, is_new: bool = False) -> str:
     """Changes the file in one step, checked before; returns what it had. Blocking.
 
-    Its owner, group and mode stay; a new one is for its owner only. Raises ConfigError, and NotWritable where this user
-    may not write there; then the file is as it was.
+    Its owner, group and mode stay. A new one is for its owner, and for the group of a folder that is open to that and
+    nobody else: what root makes in /etc/hicached, hicached has to read. Raises ConfigError, and NotWritable where this
+    user may not write there; then the file is as it was.
     """
     real = os.path.realpath(path)
     before = read_file(real)
@@ -208,6 +211,10 @@ def _copy_ownership(path: str, fd: int) -> None:
     try:
         stat = os.stat(path)
     except FileNotFoundError:
+        folder = os.stat(os.path.dirname(path) or ".")
+        if folder.st_mode & 0o057 == 0o050:
+            os.fchown(fd, -1, folder.st_gid)
+            os.fchmod(fd, 0o640)
         return
     if (stat.st_uid, stat.st_gid) != (os.geteuid(), os.getegid()):
         os.fchown(fd, stat.st_uid, stat.st_gid)

@@ -30,7 +30,15 @@ from hicache.backends.exports import export_namespace, import_namespace
 from hicache.backends.namespaces import NamespaceNames, namespace_tag, parse_namespace
 from hicache.cli.admin import SILENCE_S, WORK_S, admin_of, fail
 from hicache.cli.amounts import parse_size, size_text
-from hicache.cli.options import EXIT_BAD, EXIT_USAGE, admin_options, json_option, say, write_json
+from hicache.cli.options import (
+    EXIT_BAD,
+    EXIT_USAGE,
+    admin_options,
+    encryption_keys_option,
+    json_option,
+    say,
+    write_json,
+)
 from hicache.errors import ConfigError
 from hicache.tenancy import DEFAULT_TENANT, tenant_digest
 
@@ -46,6 +54,7 @@ PART_BYTES = 1 << 20
 @click.option("--out", required=True, metavar="FILE", help="Where to; FILE.part until it is whole, and then continued.")
 @click.option("--tenant", default=DEFAULT_TENANT, show_default=True, metavar="NAME", help="Whose objects.")
 @click.option("--path", metavar="DIR", help="Directory of a store that no hicached has open, instead of asking one.")
+@encryption_keys_option
 @admin_options
 @json_option
 def export_command(
@@ -53,6 +62,7 @@ def export_command(
     out: str,
     tenant: str,
     path: str | None,
+    encryption_keys: str,
     admin: str,
     token_file: str | None,
     json_path: str | None,
@@ -68,7 +78,7 @@ def export_command(
         done = _Continued.read(file, part)
         after = done.after.hex()
         if path is not None:
-            end = _write(file, _offline_parts(Path(path), tenant, tag, done.after), done, part)
+            end = _write(file, _offline_parts(Path(path), encryption_keys, tenant, tag, done.after), done, part)
         else:
             names = {"namespace": namespace, "tenant": tenant} | ({"after": after} if after else {})
             with admin_of(admin, token_file).open(EXPORT, names=names, silence_s=SILENCE_S) as parts:
@@ -180,10 +190,12 @@ def _write(file: BinaryIO, parts: Iterator[bytes | memoryview], done: _Continued
     return end
 
 
-def _offline_parts(directory: Path, tenant: str, tag: int, after: bytes) -> Iterator[bytes | memoryview]:
+def _offline_parts(
+    directory: Path, encryption_keys: str, tenant: str, tag: int, after: bytes
+) -> Iterator[bytes | memoryview]:
     from hicache.backends.offline import open_offline
 
-    store = open_offline(directory)
+    store = open_offline(directory, encryption_keys=encryption_keys)
     try:
         owner = tenant_digest(tenant)
         name = NamespaceNames(directory).get(owner, tag)
@@ -214,6 +226,7 @@ def _offline_parts(directory: Path, tenant: str, tag: int, after: bytes) -> Iter
     help="With --path, where there is no store yet.",
 )
 @click.option("--capacity", metavar="SIZE", help="With --path, where there is no store yet.")
+@encryption_keys_option
 @admin_options
 @json_option
 def import_command(
@@ -222,6 +235,7 @@ def import_command(
     path: str | None,
     backend: str,
     capacity: str | None,
+    encryption_keys: str,
     admin: str,
     token_file: str | None,
     json_path: str | None,
@@ -239,7 +253,7 @@ def import_command(
         try:
             if path is not None:
                 size = None if capacity is None else parse_size("capacity", capacity)
-                answer = _import_offline(source, Path(path), tenant, backend, size)
+                answer = _import_offline(source, Path(path), encryption_keys, tenant, backend, size)
             else:
                 ArchiveReader(source)  # what is no export is told before anybody is asked
                 source.seek(0)
@@ -269,7 +283,7 @@ def _import_text(answer: ImportAnswer) -> str:
 
 
 def _import_offline(
-    source: BinaryIO, directory: Path, tenant: str, backend: str, capacity_bytes: int | None
+    source: BinaryIO, directory: Path, encryption_keys: str, tenant: str, backend: str, capacity_bytes: int | None
 ) -> ImportAnswer:
     from hicache.backends.marker import MARKER_NAME
     from hicache.backends.offline import OBJECT_BYTES_MAX, make_offline
@@ -277,7 +291,7 @@ def _import_offline(
     if capacity_bytes is None and not (directory / MARKER_NAME).exists():
         fail(f"there is no store in {directory}: give the new one a --capacity", EXIT_USAGE)
     reader = ArchiveReader(source)
-    store = make_offline(directory, backend, capacity_bytes=capacity_bytes or 0)
+    store = make_offline(directory, backend, capacity_bytes=capacity_bytes or 0, encryption_keys=encryption_keys)
     try:
         owner, header = tenant_digest(tenant), reader.header
         tag = namespace_tag(header.namespace)

@@ -48,6 +48,16 @@ def admin_options(command: Command) -> Command:
     )(command)
 
 
+def encryption_keys_option(command: Command) -> Command:
+    """``--encryption-keys FILE``: what opens an encrypted store that no daemon has open."""
+    return click.option(
+        "--encryption-keys",
+        default="",
+        metavar="FILE",
+        help="With --path, where the store is encrypted: hicached's file of master keys.",
+    )(command)
+
+
 def read_token(token_file: str | None) -> str:
     """The token in a file; empty without one. Raises ConfigError, which never shows what is in it."""
     if token_file is None:

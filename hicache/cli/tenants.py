@@ -21,7 +21,7 @@ from hicache.admin.verbs import RELOAD, TENANT_ADD, TENANT_CHANGE, TENANT_ERASE,
 from hicache.cli.admin import SILENCE_S, admin_of, fail, lines
 from hicache.cli.amounts import parse_age, size_text, time_text
 from hicache.cli.options import EXIT_BAD, EXIT_USAGE, admin_options, json_option, say, write_json
-from hicache.errors import ConfigError, DaemonUnreachable
+from hicache.errors import AdminRefused, ConfigError, DaemonUnreachable
 
 RELOAD_S = 60.0
 
@@ -155,16 +155,30 @@ def quota(
 @click.argument("name")
 @click.option("--remove", is_flag=True, help="Remove the tenant from the file first: its sessions end, none comes.")
 @click.option("--yes", is_flag=True, help="Do not ask.")
+@_file_option
 @admin_options
 @json_option
-def erase(name: str, remove: bool, yes: bool, admin: str, token_file: str | None, json_path: str | None) -> None:
-    """Delete all that tenant NAME has stored; where objects are encrypted, its key is dropped, too."""
+def erase(
+    name: str, remove: bool, yes: bool, file: str | None, admin: str, token_file: str | None, json_path: str | None
+) -> None:
+    """Delete all that tenant NAME has stored; where objects are encrypted, its key is dropped first."""
+    from hicache.daemon.tenants_file import remove_tenant
+
+    if file is not None and not remove:
+        raise ConfigError("file", file, "--remove beside it: nothing else of an erase changes the file")
     daemon = admin_of(admin, token_file)
     if not yes:
         click.confirm(f"Delete all objects of tenant {name!r}?", abort=True, err=True)
-    names = {"tenant": name} | ({"remove": "1"} if remove else {})
-    with daemon.open(TENANT_ERASE, names=names, silence_s=SILENCE_S) as parts:
-        [last] = deque(_shown(lines(parts, DropLine)), maxlen=1)
+    if file is not None:
+        _change_here(file, remove_tenant(name), daemon)
+    names = {"tenant": name} | ({"remove": "1"} if remove and file is None else {})
+    last = DropLine(objects=0, payload_bytes=0)
+    try:
+        with daemon.open(TENANT_ERASE, names=names, silence_s=SILENCE_S) as parts:
+            [last] = deque(_shown(lines(parts, DropLine)), maxlen=1)
+    except AdminRefused as refused:
+        if file is None or refused.status != 404:  # the file had the tenant: it has stored nothing
+            raise
     say(f"{name}: {last.objects} objects of {size_text(last.payload_bytes)} deleted", json_path=json_path)
     document = {"format": 1, "tenant": name, "objects": last.objects, "payload_bytes": last.payload_bytes}
     write_json(json_path, document | {"failed": last.failed, "removed": remove})

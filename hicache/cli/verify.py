@@ -15,7 +15,7 @@ from hicache.admin.store_messages import VERIFY_BYTES_PER_S, VerifyLine, VerifyR
 from hicache.admin.verbs import VERIFY
 from hicache.cli.admin import SILENCE_S, admin_of, lines, tenant_names
 from hicache.cli.amounts import parse_rate, size_text
-from hicache.cli.options import EXIT_BAD, admin_options, json_option, write_json
+from hicache.cli.options import EXIT_BAD, admin_options, encryption_keys_option, json_option, write_json
 from hicache.errors import ConfigError
 from hicache.tenancy import tenant_digest
 
@@ -36,6 +36,7 @@ LINE_INTERVAL_S = 0.5
 @click.option("--tenant", metavar="NAME", help="Only what this tenant has.")
 @click.option("--after", default="", metavar="KEY", help="Go on where an earlier verify said that it stopped.")
 @click.option("--path", metavar="DIR", help="Directory of a store that no hicached has open, instead of asking one.")
+@encryption_keys_option
 @admin_options
 @json_option
 def verify(
@@ -44,6 +45,7 @@ def verify(
     tenant: str | None,
     after: str,
     path: str | None,
+    encryption_keys: str,
     admin: str,
     token_file: str | None,
     json_path: str | None,
@@ -56,7 +58,10 @@ def verify(
     request = VerifyRequest(bytes_per_s=parse_rate("rate", rate), namespace=namespace, after=after)
     latest = VerifyLine(objects=0, payload_bytes=0, after=after)
     try:
-        found = _offline(Path(path), request, tenant) if path else _online(admin, token_file, request, tenant)
+        if path:
+            found = _offline(Path(path), encryption_keys, request, tenant)
+        else:
+            found = _online(admin, token_file, request, tenant)
         for latest in found:
             _show(latest)
     except KeyboardInterrupt:
@@ -82,7 +87,7 @@ def _online(admin: str, token_file: str | None, request: VerifyRequest, tenant: 
         yield from lines(parts, VerifyLine)
 
 
-def _offline(directory: Path, request: VerifyRequest, tenant: str | None) -> Iterator[VerifyLine]:
+def _offline(directory: Path, encryption_keys: str, request: VerifyRequest, tenant: str | None) -> Iterator[VerifyLine]:
     from hicache.backends.namespaces import parse_namespace
     from hicache.backends.offline import open_offline
     from hicache.backends.scrub import ScrubProgress, scrub
@@ -95,7 +100,7 @@ def _offline(directory: Path, request: VerifyRequest, tenant: str | None) -> Ite
         raise ConfigError("after", request.after, "a key in hexadecimal, as an earlier verify told it") from error
     if request.bytes_per_s < 1:
         raise ConfigError("rate", request.bytes_per_s, "at least 1 byte a second")
-    store = open_offline(directory)
+    store = open_offline(directory, encryption_keys=encryption_keys)
     try:
         total = store.usage().objects
         progress = ScrubProgress(after)

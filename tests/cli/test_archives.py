@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from hashlib import sha256
 from itertools import product
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from hicache.backends.archive import ArchiveReader
 from hicache.outcome import Outcome
 from hicache.spec import namespace_digest
 from tests.backends.payloads import payload
+from tests.backends.tampering import overwrite_everywhere
 from tests.cli.conftest import model, run, store
 from tests.daemon.client import DESCRIPTOR, Client
 from tests.daemon.conftest import ThreadedDaemon
@@ -81,6 +83,31 @@ def test_a_directory_is_exported_as_the_daemon_would(exported: Path, folder: Pat
         ]
         assert first.header.descriptor == second.header.descriptor
         assert first.header.source == second.header.source
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "file"])
+def test_an_encrypted_directory_is_imported_into_verified_and_exported_with_its_master_keys_alone(
+    backend: str, exported: Path, folder: Path
+) -> None:
+    masters, wrong = folder / "masters", folder / "wrong"
+    for file in (masters, wrong):
+        file.write_text(f"k1 {sha256(file.name.encode()).hexdigest()}\n")
+        file.chmod(0o600)
+    sealed = ["--path", folder / "sealed", "--encryption-keys"]
+    made = ["--backend", backend, "--capacity", "32MiB"]
+    assert run("import", exported, *sealed, masters, *made).code == 0
+    assert overwrite_everywhere(folder / "sealed", payload(0, SIZE)[:64], b"!" * 64) == 0, "nothing is plaintext"
+    found = run("verify", *sealed, masters, "--json", "-")
+    assert (found.code, found.json["objects"], found.json["corrupt"]) == (0, len(NUMBERS), 0), found
+    for keys in ("", wrong):
+        for verb in (["verify"], ["export", DIGEST, "--out", folder / "none"], ["import", exported]):
+            refused = run(*verb, *sealed, keys)
+            assert (refused.code, "encryption_keys" in refused.err) == (2, True), refused
+    again = folder / "again"
+    assert run("export", DIGEST, "--out", again, *sealed, masters).code == 0
+    with again.open("rb") as mine:
+        contents = {bytes(found.payload or b"") for found in ArchiveReader(mine)}
+    assert contents == {payload(number, SIZE) for number in NUMBERS}
 
 
 def test_the_owner_of_an_import_is_who_it_says(

@@ -2,21 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import errno
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 
 import grpc
 import pytest
 
+from hicache.backends.store import ObjectStore
 from hicache.daemon import tenants_file
+from hicache.daemon.recovery import open_store
 from hicache.daemon.tenants import Tenants
 from hicache.daemon.tenants_file import change_file, rotate_token
 from hicache.errors import ConfigError
+from hicache.outcome import Outcome
 from hicache.tenancy import TENANT_BYTES, tenant_digest
 from tests.cli.conftest import Ran, run, store
 from tests.daemon.client import Client, refusal_code
 from tests.daemon.conftest import ThreadedDaemon
-from tests.daemon.rig import ALICE, BOB
+from tests.daemon.rig import ALICE, BOB, DaemonThread
+
+
+@contextmanager
+def stopping(daemon: DaemonThread) -> Iterator[DaemonThread]:
+    try:
+        yield daemon
+    finally:
+        daemon.stop()
 
 
 @pytest.fixture
@@ -111,6 +126,94 @@ def test_an_erase_deletes_everything_of_one_tenant_and_nothing_else(
     assert owners == {tenant_digest("bob")}
     again = run("tenants", "erase", "alice", "--yes", "--admin", admin)
     assert (again.code, "no tenant 'alice'" in again.err) == (1, True)
+
+
+def test_a_tenant_is_erased_and_taken_out_of_a_file_that_the_daemon_may_not_write(
+    served: ThreadedDaemon, two_tenants: str, admin: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Client(served.target, token=ALICE) as client:
+        store(client, range(3))
+    with monkeypatch.context() as read_only:
+        read_only.setattr("hicache.daemon.admin_tenants.change_file", _refuse_to_write)
+        refused_there = run("tenants", "erase", "alice", "--remove", "--yes", "--admin", admin)
+        assert (refused_there.code, "--file" in refused_there.err) == (1, True), refused_there
+        assert served.store.usage().objects == 3
+        here = ["--remove", "--yes", "--file", two_tenants, "--admin", admin, "--json", "-"]
+        assert run("tenants", "erase", "alice", *here).json["objects"] == 3
+        assert run("tenants", "add", "carol", *here[2:6]).code == 0
+        assert run("tenants", "erase", "carol", *here).json["objects"] == 0, "one who has stored nothing"
+        assert run("tenants", "erase", "carol", *here).code == 2, "and nobody"
+    assert refused(served, ALICE) == "BAD_TOKEN"
+    assert served.store.usage().objects == 0
+    assert run("tenants", "erase", "bob", *here[1:]).code == 2, "--file without --remove"
+
+
+def test_a_file_that_is_too_long_is_not_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "tenants"
+    file.write_text(text := f"alice {ALICE}\nbob {BOB}\n")
+    monkeypatch.setattr(tenants_file, "TENANTS_FILE_CHARS_MAX", len(text) - 1)
+    ran = run("tenants", "add", "carol", "--file", file, "--admin", tmp_path / "none")
+    assert (ran.code, "of at most" in ran.err, file.read_text() == text) == (2, True, True), ran
+
+
+def _refuse_to_write(file: str, edit: object) -> str:
+    raise tenants_file.NotWritable(f"tenants_file {file} cannot be written by this user")
+
+
+@pytest.mark.parametrize(("mode", "is_shared"), [(0o750, True), (0o755, False), (0o700, False)])
+def test_a_new_file_is_for_the_group_of_a_folder_that_is_open_to_that_alone(
+    tmp_path: Path, mode: int, is_shared: bool
+) -> None:
+    folder = tmp_path / "hicached"
+    folder.mkdir()
+    group = 4242 if os.geteuid() == 0 else os.getegid()
+    os.chown(folder, -1, group)
+    folder.chmod(mode)
+    assert run("tenants", "add", "alice", "--file", folder / "tenants", "--admin", tmp_path / "none").code == 0
+    stat = (folder / "tenants").stat()
+    assert stat.st_mode & 0o777 == (0o640 if is_shared else 0o600)
+    assert not is_shared or stat.st_gid == group
+
+
+@pytest.mark.parametrize("step", ["before", "fails"])
+def test_an_erase_drops_the_key_before_it_deletes_anything(
+    step: str,
+    two_tenants: str,
+    admin: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    keys = folder / "masters"
+    keys.write_text(f"k1 {sha256(b'k1').hexdigest()}\n")
+    keys.chmod(0o600)
+    key_file = folder / "store" / "keys" / f"{tenant_digest('alice').hex()}.key"
+    there: list[bool] = []
+    delete, rename = ObjectStore.delete, Path.rename
+
+    def note(one: ObjectStore, doomed: Sequence[bytes]) -> list[Outcome]:
+        there.append(key_file.exists())
+        return delete(one, doomed)
+
+    def refuse(path: Path, target: Path) -> Path:
+        if path == key_file:
+            raise OSError(errno.EROFS, "refused")
+        return rename(path, target)
+
+    monkeypatch.setattr(ObjectStore, "delete", note)
+    with stopping(DaemonThread(folder, open_store, tenants_file=two_tenants, encryption_keys=str(keys))) as daemon:
+        with Client(daemon.target, token=ALICE) as client:
+            store(client, range(3))
+        assert key_file.exists()
+        if step == "fails":
+            with monkeypatch.context() as broken:
+                broken.setattr(Path, "rename", refuse)
+                failed = run("tenants", "erase", "alice", "--yes", "--admin", admin)
+            assert (failed.code, "erase it again" in failed.err, there) == (1, True, []), failed
+        erased = run("tenants", "erase", "alice", "--yes", "--admin", admin, "--json", "-")
+        assert (erased.code, erased.json["objects"], set(there)) == (0, 3, {False}), erased
+        with Client(daemon.target, token=ALICE) as client:
+            kept = store(client, range(3))
+            assert client.present(kept) == [True] * 3, "what comes after has another key"
 
 
 def test_what_the_daemon_cannot_take_leaves_file_and_daemon_as_they_were(

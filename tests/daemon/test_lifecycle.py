@@ -89,7 +89,7 @@ def test_usage_is_exact_after_a_clean_restart(start: Start, backend: str) -> Non
         client.put_stream(KEYS, [payload_of(number, 1000 * (number + 1)) for number in range(4)])
         before = client.stats()
         store_id = client.welcome.store_id
-    assert daemon.terminate() < STOP_S_MAX
+    daemon.terminate()
     assert daemon.process.returncode == 0
 
     with Client(start(backend=backend).target) as client:
@@ -120,9 +120,9 @@ def test_br_121_sigterm_ends_the_process_in_time_with_every_kind_of_idle_connect
         remote.put_stream(KEYS[:1], [payload_of(1, 32 << 20)])
         remote.bulk().request(BulkKind.GET, KEYS[:1], [32 << 20])
 
-        took_s = daemon.terminate()
+        daemon.terminate()
 
-        assert (daemon.process.returncode, took_s < STOP_S_MAX) == (0, True), daemon.log
+        assert daemon.process.returncode == 0, f"1 from a stop that takes longer than it may\n{daemon.log}"
         assert attachment.is_at_end(within_s=CALL_S)
         with pytest.raises(grpc.RpcError) as caught:
             next(client.stream)
@@ -144,7 +144,7 @@ def test_a_put_that_runs_at_sigterm_is_finished_or_leaves_nothing(start: Start) 
         region = client.attach(memory).region_id
         memory.bytes[:] = payload_of(1, size)
         running = client.begin(client.put, region, KEYS[:1], [0], [size])
-        assert daemon.terminate() < STOP_S_MAX
+        daemon.terminate()
         assert daemon.process.returncode == 0
         error = running.exception()
         acknowledged = error is None and running.result() == [Outcome.OK]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -11,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from hicache.daemon import relay as relay_module
 from hicache.daemon.relay import Relay
 
 Serve = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
@@ -19,7 +19,9 @@ BIG = os.urandom(3 << 20)  # more than all buffers on the way
 
 
 @asynccontextmanager
-async def relayed(folder: Path, serve: Serve, *, is_remote: bool = False) -> AsyncIterator[str | tuple[str, int]]:
+async def relayed(
+    folder: Path, serve: Serve, *, is_remote: bool = False, connections_max: int = 8
+) -> AsyncIterator[str | tuple[str, int]]:
     """The address of a relay to ``serve``."""
     server = await asyncio.start_unix_server(serve, folder / "inner")
     if is_remote:
@@ -28,7 +30,7 @@ async def relayed(folder: Path, serve: Serve, *, is_remote: bool = False) -> Asy
         listener = socket.socket(socket.AF_UNIX)
         listener.bind(str(folder / "outer"))
         listener.listen()
-    relay = Relay("test", listener, str(folder / "inner"))
+    relay = Relay("test", listener, str(folder / "inner"), connections_max=connections_max)
     relay.start()
     yield listener.getsockname()
     await relay.stop()
@@ -87,11 +89,7 @@ def test_a_side_that_breaks_ends_the_other(tmp_path: Path) -> None:
     asyncio.run(steps())
 
 
-def test_one_more_than_the_bound_is_closed_and_has_room_when_another_goes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(relay_module, "RELAYED_MAX", 2)
-
+def test_one_more_than_the_bound_is_closed_and_has_room_when_another_goes(tmp_path: Path) -> None:
     async def greet(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"welcome")
         await reader.read()
@@ -102,7 +100,7 @@ def test_one_more_than_the_bound_is_closed_and_has_room_when_another_goes(
         return await reader.read(7) == b"welcome", writer
 
     async def steps() -> None:
-        async with relayed(tmp_path, greet) as address:
+        async with relayed(tmp_path, greet, connections_max=2) as address:
             first, second, third = [await is_welcome(address) for _ in range(3)]
             assert (first[0], second[0], third[0]) == (True, True, False)
             first[1].close()
@@ -112,5 +110,53 @@ def test_one_more_than_the_bound_is_closed_and_has_room_when_another_goes(
                     again[1].close()
             for _, writer in (second, third, again):
                 writer.close()
+
+    asyncio.run(steps())
+
+
+async def until_there_is_room(address: str | tuple[str, int]) -> None:
+    """A connection that is not closed at once: the server says a byte."""
+    async with asyncio.timeout(10):
+        while True:
+            reader, writer = await connect(address)
+            said = await reader.read(1)
+            writer.close()
+            if said:
+                return
+
+
+def test_a_silent_client_that_grpc_has_given_up_takes_no_room(tmp_path: Path) -> None:
+    async def give_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"!")
+        await writer.drain()
+        writer.close()
+
+    async def steps() -> None:
+        async with relayed(tmp_path, give_up, connections_max=1) as address:
+            reader, stranger = await connect(address)
+            assert await reader.read() == b"!", "and the end, after which it stays and says nothing"
+            await until_there_is_room(address)
+            stranger.close()
+
+    asyncio.run(steps())
+
+
+def test_a_client_that_takes_nothing_is_cut(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hicache.daemon.relay.TAKE_S", 0.05)
+    is_first = True
+
+    async def flood(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal is_first
+        writer.write(BIG * 10 if is_first else b"!")
+        is_first = False
+        with contextlib.suppress(OSError):
+            await writer.drain()
+        writer.close()
+
+    async def steps() -> None:
+        async with relayed(tmp_path, flood, connections_max=1) as address:
+            with socket.socket(socket.AF_UNIX) as stalled:
+                stalled.connect(str(address))
+                await until_there_is_room(address)
 
     asyncio.run(steps())

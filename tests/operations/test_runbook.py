@@ -30,7 +30,7 @@ set -eu
 pid_file="$HICACHE_ROOT/pid"
 start() {
     rm -f "$HICACHE_ROOT/ready"
-    hicached --config "$HICACHE_ROOT/etc/hicached/hicached.toml" --ready-file "$HICACHE_ROOT/ready" \\
+    hicached --config "$HICACHE_ROOT/etc/hicached.toml" --ready-file "$HICACHE_ROOT/ready" \\
         >> "$HICACHE_ROOT/log" 2>&1 &
     echo $! > "$pid_file"
     while [ ! -e "$HICACHE_ROOT/ready" ]; do kill -0 "$(cat "$pid_file")"; sleep 0.05; done

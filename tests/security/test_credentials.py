@@ -100,6 +100,17 @@ class TestUsers:
         with socket.socket() as tcp, pytest.raises(Refusal, match="only the Unix socket"):
             tickets.issue(tcp)
 
+    def test_a_user_who_floods_tickets_takes_nobody_elses(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        tickets = PeerTickets()
+        here, there = socket.socketpair(socket.AF_UNIX)
+        with here, there:
+            monkeypatch.setattr("hicache.daemon.peers.peer_of", lambda _: Peer(1, frozenset()))
+            quiet = tickets.issue(here)
+            monkeypatch.setattr("hicache.daemon.peers.peer_of", lambda _: Peer(2, frozenset()))
+            flood = [tickets.issue(here) for _ in range(2 * TICKETS_MAX)]
+        assert tickets.redeem(quiet) == Peer(1, frozenset())
+        assert [tickets.redeem(ticket) is None for ticket in (flood[0], flood[-1])] == [True, False]
+
 
 class TestAuthority:
     """Who may do what over the admin API, each refusal beside somebody who may."""

@@ -3,6 +3,7 @@ takes its tenant's objects along."""
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import threading
@@ -225,6 +226,40 @@ class TestBackends:
         assert get(store, ALICE, len(PAYLOAD)) == Outcome.CORRUPT
         assert get(store, BOB, len(PAYLOAD)) == PAYLOAD
         assert sorted(path.name for path in (directory / "keys").iterdir()) == [f"{BOB.hex()}.key"]
+
+    @pytest.mark.parametrize("call", ["rename", "fsync", "unlink"])
+    def test_a_drop_that_the_medium_refused_is_done_again_and_then_holds(
+        self, open_it: Open, directory: Path, monkeypatch: pytest.MonkeyPatch, call: str
+    ) -> None:
+        store = open_it()
+        assert put(store, ALICE, PAYLOAD) == put(store, BOB, PAYLOAD) == Outcome.OK
+
+        def refuse(*_: object) -> None:
+            raise OSError(errno.EIO, "refused")
+
+        with monkeypatch.context() as broken:
+            broken.setattr(*((os, call) if call == "fsync" else (Path, call)), refuse)
+            with pytest.raises(OSError, match="refused"):
+                store.forget_tenant(ALICE)
+        assert store.verify([GetItem(physical_key(ALICE, b"1"), memoryview(bytearray(len(PAYLOAD))))]) == [
+            Outcome.CORRUPT
+        ], "from the first attempt on"
+        assert store.forget_tenant(ALICE), "the second one finds what the first one left"
+        assert not store.forget_tenant(ALICE)
+        assert sorted(path.name for path in (directory / "keys").iterdir()) == [f"{BOB.hex()}.key"]
+        store = open_it()
+        assert get(store, ALICE, len(PAYLOAD)) == Outcome.ABSENT
+        assert get(store, BOB, len(PAYLOAD)) == PAYLOAD
+
+    def test_a_key_that_does_not_fit_on_the_medium_encrypts_nothing(
+        self, open_it: Open, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        store = open_it()
+        with monkeypatch.context() as full:
+            full.setattr("hicache.backends.tenant_keys.os.write", lambda fd, content: len(content) - 1)
+            assert put(store, ALICE, PAYLOAD) in (Outcome.IO_ERROR, Outcome.NO_SPACE)
+        assert put(store, ALICE, PAYLOAD) == Outcome.OK
+        assert get(open_it(), ALICE, len(PAYLOAD)) == PAYLOAD
 
     def test_master_keys_rotate_and_former_ones_can_go(self, open_it: Open, tmp_path: Path) -> None:
         old, both = masters(tmp_path, "old"), masters(tmp_path, "new", "old", file="both")

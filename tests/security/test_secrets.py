@@ -95,7 +95,7 @@ def _attack(daemon: DaemonProcess, folder: Path, secret: bytes, said: list[str])
     for token in (GUESS, TOKEN[:-1], TOKEN + "x"):
         with pytest.raises(grpc.RpcError) as caught:
             Client(daemon.target, token=token)
-        said.append(str(caught.value.details()).replace("", ""))  # type: ignore[attr-defined]  # every RpcError here is a Call
+        said.append(str(caught.value.details()))  # type: ignore[attr-defined]  # every RpcError here is a Call
     sock = str(daemon.settings["socket"])
     for path, data in (
         (sock + ".bulk", BULK_HELLO.pack(BULK_MAGIC, secret) + b"\xff" * 40),
