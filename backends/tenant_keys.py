@@ -144,14 +144,17 @@ class TenantKeys:
     def drop(self, tenant: bytes) -> bool:
         """Nobody reads what was stored for this tenant, from here on and after any crash. False: it has no key.
 
-        Raises OSError where that cannot be written down; then it is read by nobody until the end of the process.
+        Raises OSError where that cannot be written down; then it is read by nobody until the end of the process, and
+        another drop goes on where this one failed.
         """
         with self._lock:
-            if self._keys.pop(tenant, None) is None:
-                return False
+            was_known = self._keys.pop(tenant, None) is not None
             file = self._file(tenant)
             dropped = file.with_suffix(_DROPPED)
-            file.rename(dropped)
+            with contextlib.suppress(FileNotFoundError):
+                file.rename(dropped)
+            if not dropped.exists():
+                return was_known
             self._sync_folder()
             _shred(dropped)
             self._sync_folder()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -108,7 +109,8 @@ class TenantVerbs:
         check_settings(body.limits)
         edits: list[Edit] = []
         if body.token_sha256:
-            edits.append(rotate_token(name, _hash(body.token_sha256), keeps_old_until=body.keeps_old_until))
+            digest, until = _hash(body.token_sha256), body.keeps_old_until
+            edits.append(rotate_token(name, digest, keeps_old_until=until, now_s=time.time()))
         if body.limits:
             edits.append(change_settings(name, body.limits))
         if not edits:
@@ -145,6 +147,10 @@ class TenantVerbs:
         """Deletes all objects of a tenant; ``remove``: after the tenant itself, so that nothing new comes."""
         name = call.names["tenant"]
         digest = tenant_digest(name)
+        if call.names.get("remove") and not call.caller.is_operator:
+            raise AdminError(403, f"{call.caller.name} may erase what it has, and is removed by an operator only")
+        if self._reloader.config.backend == "mooncake":
+            raise AdminError(409, "a Mooncake store does not tell whose its objects are: they go as it evicts them")
         is_known = any(tenant.name == name for tenant in self._tenants.settings)
         if not is_known and not self._storage.store.tenant_usage(digest).objects:
             raise AdminError(404, f"there is no tenant {name!r}, and nothing is stored for one of that name")
@@ -154,8 +160,12 @@ class TenantVerbs:
         return await self._background.stream(request, "tenants erase", self._erasing(digest), line=drop_line)
 
     def _erasing(self, digest: bytes) -> Iterator[DropProgress]:
-        """Passes over the store until one finds nothing, then what is known of the tenant beside its objects."""
+        """Its key, so that from here on nobody reads what a kill would leave; then passes until one finds nothing."""
         store = self._storage.store
+        try:
+            store.forget_tenant(digest)
+        except OSError as error:
+            raise BackendError(f"the key of the tenant cannot be dropped for good ({error}): run it again") from error
         total = DropProgress()
         for _ in range(PASSES_MAX):
             found = 0
@@ -170,9 +180,6 @@ class TenantVerbs:
                 break
         self._names.forget(digest)
         self._names.write()
-        forget = getattr(store, "forget_tenant", None)  # of a store that encrypts
-        if forget is not None:
-            forget(digest)
         yield total
 
 
