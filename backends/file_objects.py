@@ -144,8 +144,8 @@ class ObjectFiles:
             check.read(segment)
         return Outcome.OK if is_whole and check.is_right() else Outcome.CORRUPT
 
-    def namespace_tag(self, path: str, key: bytes) -> int:
-        """What the header says; UNKNOWN_TAG where it cannot be read, or is another key's."""
+    def namespace_tag(self, path: str, key: bytes) -> int | None:
+        """What the header says; UNKNOWN_TAG where it cannot be read, or is another key's; None: the file is gone."""
         raw = memoryview(bytearray(HEADER_BYTES))
         try:
             fd = self._calls.open(path)
@@ -153,6 +153,8 @@ class ObjectFiles:
                 header = decode_header(raw) if read_all(self._calls, fd, [raw], 0) else None
             finally:
                 self._close(fd)
+        except FileNotFoundError:
+            return None
         except OSError:
             return UNKNOWN_TAG
         return header.namespace_tag if header is not None and header.key == key else UNKNOWN_TAG

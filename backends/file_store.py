@@ -333,10 +333,9 @@ class FileBackend:
             ahead = (entry for entry in found if entry[0] > start)
             while some := list(islice(ahead, WALK_OBJECTS_MAX)):
                 yield [
-                    WalkedObject(
-                        key, payload_bytes_of(stat.st_size), stat.st_mtime, self._files.namespace_tag(path, key)
-                    )
+                    WalkedObject(key, payload_bytes_of(stat.st_size), stat.st_mtime, tag)
                     for path, key, stat in some
+                    if (tag := self._files.namespace_tag(path, key)) is not None
                 ]
 
     def usage(self) -> Usage:

@@ -69,15 +69,17 @@ def open_store(
         raise
 
 
-def open_backend(url: str, *, capacity_bytes: int, free_space_floor_bytes: int = 0) -> Backend:
+def open_backend(
+    url: str, *, capacity_bytes: int, free_space_floor_bytes: int = 0, encryption_keys: str = ""
+) -> Backend:
     """Open ``lmdb:///path`` or ``file:///path``, making the store when there is none, or join ``mooncake://host:port``.
 
-    A Mooncake store has the capacity of its nodes. ``free_space_floor_bytes`` is what taking space must leave. Raises
-    ConfigError for anything that stops start-up (unknown scheme, foreign directory, no room), StorageInUse when another
-    process, or this one, has it open, BackendError when the store cannot be read.
+    A Mooncake store has the capacity of its nodes, and is not encrypted. ``free_space_floor_bytes`` is what taking
+    space must leave. Raises ConfigError for anything that stops start-up (unknown scheme, foreign directory, no room),
+    StorageInUse when another process, or this one, has it open, BackendError when the store cannot be read.
     """
     shared = _open_shared(url, capacity_bytes=capacity_bytes, floor_bytes=free_space_floor_bytes)
-    return shared if shared is not None else _open_own(url, capacity_bytes, free_space_floor_bytes, "")
+    return shared if shared is not None else _open_own(url, capacity_bytes, free_space_floor_bytes, encryption_keys)
 
 
 def _open_own(url: str, capacity_bytes: int, floor_bytes: int, encryption_keys: str) -> LmdbBackend | FileBackend:

@@ -39,7 +39,7 @@ def main(engine: str, json_path: str | None, quick: bool, wanted: tuple[str, ...
         return
     if importlib.util.find_spec(engine) is None:
         raise click.ClickException(
-            f"{engine} is not in this environment: make engines builds one that has it (.engines/{engine}), or "
+            f"{engine} is not in this environment: make engines builds one that has it (.venv-{engine}), or "
             f"pip install -r {REQUIREMENTS}"
         )
     _prepare()

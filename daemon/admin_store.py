@@ -227,13 +227,20 @@ class StoreVerbs:
         return found
 
     def _digest_of(self, name: str) -> bytes:
-        """Of a tenant that is known, or was; a digest in hexadecimal that is nobody's name stands for itself."""
+        """Of a tenant that is known, or has something stored; a digest in hexadecimal that is nobody's name stands for
+        itself.
+        """
         is_name = any(tenant.name == name for tenant in self._tenants.settings)
         try:
             raw = b"" if is_name else bytes.fromhex(name)
         except ValueError:
             raw = b""
-        return raw if len(raw) == TENANT_BYTES else tenant_digest(name)
+        if len(raw) == TENANT_BYTES:
+            return raw
+        digest = tenant_digest(name)
+        if not is_name and self._store.is_indexed and not self._store.tenant_usage(digest).objects:
+            raise AdminError(404, f"there is no tenant {name!r}, and nothing is stored for one of that name")
+        return digest
 
     def _name_of(self, digest: bytes) -> str:
         names = (tenant.name for tenant in self._tenants.settings if tenant.digest == digest)

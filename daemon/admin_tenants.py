@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import time
 from collections.abc import Iterator
 from dataclasses import asdict
 
@@ -108,7 +109,8 @@ class TenantVerbs:
         check_settings(body.limits)
         edits: list[Edit] = []
         if body.token_sha256:
-            edits.append(rotate_token(name, _hash(body.token_sha256), keeps_old_until=body.keeps_old_until))
+            digest, until = _hash(body.token_sha256), body.keeps_old_until
+            edits.append(rotate_token(name, digest, keeps_old_until=until, now_s=time.time()))
         if body.limits:
             edits.append(change_settings(name, body.limits))
         if not edits:
@@ -150,6 +152,8 @@ class TenantVerbs:
         digest = tenant_digest(name)
         if call.names.get("remove") and not call.caller.is_operator:
             raise AdminError(403, f"whether tenant {name!r} goes on is not for {call.caller.name}: ask as an operator")
+        if self._reloader.config.backend == "mooncake":
+            raise AdminError(409, "a Mooncake store does not tell whose its objects are: they go as it evicts them")
         is_known = any(tenant.name == name for tenant in self._tenants.settings)
         if not is_known and not self._storage.store.tenant_usage(digest).objects:
             raise AdminError(404, f"there is no tenant {name!r}, and nothing is stored for one of that name")

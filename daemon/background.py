@@ -88,7 +88,7 @@ class Background:
         """Answers with ``line(value, is_done)`` as JSON lines: the first, the last, and now and then one between them.
 
         After each step it waits as long as ``delay_s(value, seconds since the begin)`` says, which sets the pace. What
-        fails in the middle becomes a last line with ``error``.
+        fails in the middle becomes a last line with ``error``, behind one that says how far it came.
         """
         response = web.StreamResponse(headers={"Content-Type": "application/x-ndjson"})
         async with self.steps(name, iterator, caller=caller) as steps:
@@ -110,6 +110,8 @@ class Background:
                 assert latest is not None
                 await write(response, _json_line(line(latest, True)))
             except (HiCacheError, AdminError) as error:
+                if latest is not None:
+                    await write(response, _json_line(line(latest, False)))
                 await write(response, _json_line({"error": str(error)}))
         await response.write_eof()
         return response

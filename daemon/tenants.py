@@ -240,7 +240,7 @@ def _parse_token(where: str, tenant: Tenant, credential: str, words: list[str]) 
         words.remove(word)
         if ends_at_s != math.inf:
             raise ConfigError(where, _EXPIRES, f"{_EXPIRES} only once for a token")
-        ends_at_s = _parse_time(where, tenant, word)
+        ends_at_s = parse_expiry(where, word)
     if _HASHED.fullmatch(credential):
         return Token(bytes.fromhex(credential.removeprefix("sha256:")), tenant, ends_at_s)
     is_long_enough = TOKEN_CHARS_MIN <= len(credential) <= TOKEN_CHARS_MAX
@@ -256,7 +256,8 @@ def _parse_token(where: str, tenant: Tenant, credential: str, words: list[str]) 
     return Token(sha256(credential.encode()).digest(), tenant, ends_at_s)
 
 
-def _parse_time(where: str, tenant: Tenant, word: str) -> float:
+def parse_expiry(where: str, word: str) -> float:
+    """Seconds since the epoch of ``expires=TIME``. Raises ConfigError."""
     try:
         time_of_day = datetime.fromisoformat(word.partition("=")[2])
     except ValueError:

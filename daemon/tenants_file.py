@@ -8,11 +8,12 @@ import secrets
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from hicache.daemon.tenants import PARSERS, TENANTS_FILE_CHARS_MAX, Tenants
+from hicache.daemon.tenants import PARSERS, TENANTS_FILE_CHARS_MAX, Tenants, parse_expiry
 from hicache.errors import BackendError, ConfigError
 
 TOKEN_BYTES = 32  # of a new token, before it is written as text
 _HASH_MARK = "sha256:"
+_EXPIRES = "expires="
 _USER_MARKS = ("uid:", "gid:")  # in place of a token
 
 Edit = Callable[[str], str]  # of the content of the file. Raises ConfigError.
@@ -64,14 +65,16 @@ def add_tenant(name: str, token_sha256: str, settings: Mapping[str, str]) -> Edi
     return edit
 
 
-def rotate_token(name: str, token_sha256: str, *, keeps_old_until: str = "") -> Edit:
-    """Another token for a tenant. The old ones end now, or at ``keeps_old_until`` (a moment, as ``expires=`` takes it).
+def rotate_token(name: str, token_sha256: str, *, keeps_old_until: str = "", now_s: float) -> Edit:
+    """Another token for a tenant. The old ones end now, or at ``keeps_old_until`` (a moment, as ``expires=`` takes it):
+    none of them later than it would have ended anyway, and those that have ended go.
 
     Its settings stay. Lines that let in a user (``uid:``, ``gid:``) are no tokens, and stay too.
     """
 
     def edit(text: str) -> str:
         _require(text, name)
+        until = [f"{_EXPIRES}{keeps_old_until}"] if keeps_old_until else []
         kept_words: list[str] = []
         kept: list[str] = []
         place = len(text.splitlines())
@@ -79,12 +82,15 @@ def rotate_token(name: str, token_sha256: str, *, keeps_old_until: str = "") -> 
             line = _Line.of(raw)
             if line is None or line.tenant != name or line.token.startswith(_USER_MARKS):
                 kept.append(raw)
-            elif keeps_old_until:
-                words = [word for word in line.words if not word.startswith("expires=")]
-                kept.append(str(_Line(name, line.token, (*words, f"expires={keeps_old_until}"))))
+                continue
+            ends = [word for word in line.words if word.startswith(_EXPIRES)]
+            settings = [word for word in line.words if not word.startswith(_EXPIRES)]
+            end = min((*ends, *until), key=_end_s, default="")
+            if until and _end_s(end) > now_s:
+                kept.append(str(_Line(name, line.token, (*settings, end))))
             else:
                 place = min(place, len(kept))
-                kept_words += [word for word in line.words if not word.startswith("expires=")]
+                kept_words += settings
         kept.insert(min(place, len(kept)), str(_Line(name, _HASH_MARK + token_sha256, tuple(kept_words))))
         return "\n".join(kept) + "\n"
 
@@ -118,6 +124,10 @@ def remove_tenant(name: str) -> Edit:
         return "\n".join(kept) + "\n"
 
     return edit
+
+
+def _end_s(word: str) -> float:
+    return parse_expiry("tenant", word)
 
 
 def _lines_of(text: str, name: str) -> list[_Line]:

@@ -5,6 +5,7 @@
 const SILENCE_MS = 5000; // events come every second
 const FORMAT = 1;
 const HOUR_S = 3600;
+const CHART_S_MIN = 300; // of a daemon that has just started
 const TIERS = { l1: "L1, GPU memory", l2: "L2, host memory", ram: "RAM, in front of L3", l3: "L3, the store" };
 
 const at = (id) => document.getElementById(id);
@@ -134,7 +135,7 @@ function showProblems({ slowest, errors }) {
     make("li", "", row(`${words(error.reason)}, ${error.of}`, count(error.count)))), "None."));
 }
 
-// Charts: a line for each series over the last hour, gaps where nothing was measured.
+// Charts: a line for each series over the last hour, or what there has been of it; gaps where nothing was measured.
 
 let samples = [];
 
@@ -146,11 +147,12 @@ function chart(id, series, { format, max = 0, scale = (value) => value }) {
   const values = series.flatMap(({ field }) => samples.map((sample) => sample[field]).filter((value) => value !== null));
   const top = Math.max(max, ...values);
   const end = samples.at(-1)?.at_s ?? 0;
+  const length = Math.min(HOUR_S, Math.max(CHART_S_MIN, end - (samples[0]?.at_s ?? end)));
   for (const { field, className } of series) {
     const path = document.createElementNS("http://www.w3.org/2000/svg", "path");
     let d = "", pen = "M";
     for (const sample of samples) {
-      const x = 360 * (1 - (end - sample.at_s) / HOUR_S), value = sample[field];
+      const x = 360 * (1 - (end - sample.at_s) / length), value = sample[field];
       if (value === null) pen = "M";
       else {
         d += `${pen}${x.toFixed(1)} ${(98 - 96 * (top ? scale(value / top) : 0)).toFixed(1)}`;
@@ -166,7 +168,7 @@ function chart(id, series, { format, max = 0, scale = (value) => value }) {
   const most = values.length ? format(top) : "nothing measured yet";
   svg.setAttribute("aria-label", `${series.map(({ name }) => name).join(", ")}; top of the scale: ${most}`);
   fill(id, make("figcaption", "", make("span", "", ...names), make("span", "", most)), svg,
-    make("figcaption", "", make("span", "", "an hour ago"), make("span", "", "now")));
+    make("figcaption", "", make("span", "", `${span(length)} ago`), make("span", "", "now")));
 }
 
 function showHistory() {

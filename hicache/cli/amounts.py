@@ -10,6 +10,7 @@ from hicache.errors import ConfigError
 
 _AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)\s*([smhd]?)")
 _SECONDS = {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86_400}
+_AGE_S_MAX = 36_500 * 86_400  # a century: times beyond it are none that a file or a clock takes
 _parse_size = size(0)
 
 
@@ -28,9 +29,10 @@ def parse_size(name: str, text: str) -> int:
 def parse_age(name: str, text: str) -> float:
     """Seconds of ``90``, ``90s``, ``10m``, ``12h`` or ``7d``. Raises ConfigError."""
     match = _AGE.fullmatch(text.strip())
-    if match is None:
-        raise ConfigError(name, text, "a number with s, m, h or d, such as 10m or 7d")
-    return float(match[1]) * _SECONDS[match[2]]
+    seconds = float(match[1]) * _SECONDS[match[2]] if match is not None else _AGE_S_MAX + 1
+    if seconds > _AGE_S_MAX:
+        raise ConfigError(name, text, "a number with s, m, h or d, such as 10m or 7d, at most 36500d")
+    return seconds
 
 
 def size_text(size_bytes: float) -> str:

@@ -14,6 +14,7 @@ from rich.table import Table
 from hicache.admin.client import Admin
 from hicache.admin.store_messages import DropLine, NamespaceRow, Namespaces
 from hicache.admin.verbs import NAMESPACE_DROP, NAMESPACES
+from hicache.backends.namespaces import parse_namespace
 from hicache.cli.admin import SILENCE_S, WORK_S, admin_of, fail, lines, tenant_names
 from hicache.cli.amounts import age_text, parse_age, size_text
 from hicache.cli.options import EXIT_BAD, EXIT_USAGE, admin_options, json_option, say, write_json
@@ -70,10 +71,11 @@ def drop(
     """Delete the objects of the namespace DIGEST, whose first 8 digits are enough, or of all that are stale."""
     if stale == (digest is not None):
         fail("name one namespace, or give --stale: `hicache namespaces list` shows what there is", EXIT_USAGE)
+    tag = None if digest is None else parse_namespace(digest)
     age_s = parse_age("older-than", older_than)
     daemon = admin_of(admin, token_file)
     found = _ask(daemon, tenant)
-    chosen = [row for row in found.namespaces if (_is_stale(row, found.at_s, age_s) if stale else _is(row, digest))]
+    chosen = [row for row in found.namespaces if (_is_stale(row, found.at_s, age_s) if tag is None else _is(row, tag))]
     if not stale and not chosen:
         fail(f"no object of namespace {digest} is stored; `hicache namespaces list` shows what there is", EXIT_BAD)
     if not stale and len(chosen) > 1:
@@ -122,9 +124,9 @@ def _drop(daemon: Admin, row: NamespaceRow, *, only_idle: bool) -> DropLine:
     return last
 
 
-def _is(row: NamespaceRow, digest: str | None) -> bool:
-    """The first 8 digits are what objects keep of it."""
-    return digest is not None and len(digest) >= 7 and row.namespace[:8] == digest.lower()[:8]
+def _is(row: NamespaceRow, tag: int) -> bool:
+    """A tag is what objects keep of a namespace."""
+    return parse_namespace(row.namespace) == tag
 
 
 def _is_stale(row: NamespaceRow, now_s: float, age_s: float) -> bool:

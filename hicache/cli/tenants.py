@@ -114,11 +114,12 @@ def rotate(
     """Give tenant NAME a new token, and print it once. Sessions with an old token end with it."""
     from hicache.daemon.tenants_file import new_token, rotate_token
 
-    until = "" if keep_old is None else time_text(time.time() + parse_age("keep-old", keep_old))
+    now_s = time.time()
+    until = "" if keep_old is None else time_text(now_s + parse_age("keep-old", keep_old))
     token = new_token()
     daemon = admin_of(admin, token_file)
     if file is not None:
-        _change_here(file, rotate_token(name, _hashed(token), keeps_old_until=until), daemon)
+        _change_here(file, rotate_token(name, _hashed(token), keeps_old_until=until, now_s=now_s), daemon)
     else:
         change = TenantChange(token_sha256=_hashed(token), keeps_old_until=until)
         daemon.ask(TENANT_CHANGE, change, names={"tenant": name}, timeout_s=RELOAD_S)

@@ -16,7 +16,7 @@ from hicache.admin.verbs import VERIFY
 from hicache.cli.admin import SILENCE_S, admin_of, lines, tenant_names
 from hicache.cli.amounts import parse_rate, size_text
 from hicache.cli.options import EXIT_BAD, admin_options, encryption_keys_option, json_option, write_json
-from hicache.errors import ConfigError
+from hicache.errors import AdminRefused, ConfigError, DaemonUnreachable
 from hicache.tenancy import tenant_digest
 
 LINE_INTERVAL_S = 0.5
@@ -65,15 +65,24 @@ def verify(
         for latest in found:
             _show(latest)
     except KeyboardInterrupt:
-        _show(latest, end="\n")
-        where = f"--after {latest.after}" if latest.after else "no --after"
-        click.echo(f"hicache: stopped; go on with {where}", err=True)
+        _tell_where(latest)
         sys.exit(128 + signal.SIGINT)
+    except (AdminRefused, DaemonUnreachable):
+        if latest.objects:
+            _tell_where(latest)
+        raise
     _show(latest, end="\n")
     is_good = latest.corrupt == latest.unreadable == 0
     write_json(json_path, {"format": 1, "is_good": is_good} | _as_json(latest))
     if not is_good:
         sys.exit(EXIT_BAD)
+
+
+def _tell_where(latest: VerifyLine) -> None:
+    """It has ended early."""
+    _show(latest, end="\n")
+    where = f"--after {latest.after}" if latest.after else "no --after"
+    click.echo(f"hicache: stopped; go on with {where}", err=True)
 
 
 def _as_json(line: VerifyLine) -> dict[str, object]:

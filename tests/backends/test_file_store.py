@@ -302,3 +302,19 @@ def test_a_header_fills_its_block_and_any_damage_shows() -> None:
     for position in range(34 + len(key(1))):
         assert decode_header(raw[:position] + bytes([raw[position] ^ 1]) + raw[position + 1 :]) is None
     assert decode_header(raw[:100]) is None
+
+
+def test_a_walk_passes_over_what_has_gone_since_it_was_listed(backend: FileBackend) -> None:
+    """Otherwise it would be an object of a namespace that nobody knows."""
+    keys = [key(number) for number in range(3)]
+    for number in range(3):
+        put(backend, (keys[number], payload(number, 100)))
+    tag_of = backend._files.namespace_tag
+
+    def late(path: str, its_key: bytes) -> int | None:
+        if its_key == keys[1]:
+            os.unlink(path)
+        return tag_of(path, its_key)
+
+    backend._files.namespace_tag = late  # type: ignore[method-assign]
+    assert {walked.key for batch in backend.walk() for walked in batch} == {keys[0], keys[2]}

@@ -128,6 +128,7 @@ def test_namespaces_of_tenants_are_kept_apart(
     [
         ([], "name one namespace, or give --stale"),
         (["--stale", "abcdef12"], "name one namespace, or give --stale"),
+        (["zz"], "namespace = 'zz': expected the first 8"),
         (["--stale", "--older-than", "soon"], "older-than = 'soon': expected a number with s, m, h or d"),
     ],
 )

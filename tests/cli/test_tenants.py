@@ -12,12 +12,14 @@ from pathlib import Path
 import grpc
 import pytest
 
+from hicache.admin.client import Admin
+from hicache.admin.verbs import TENANT_ERASE
 from hicache.backends.store import ObjectStore
 from hicache.daemon import tenants_file
 from hicache.daemon.recovery import open_store
 from hicache.daemon.tenants import Tenants
 from hicache.daemon.tenants_file import change_file, rotate_token
-from hicache.errors import ConfigError
+from hicache.errors import AdminRefused, ConfigError
 from hicache.outcome import Outcome
 from hicache.tenancy import TENANT_BYTES, tenant_digest
 from tests.cli.conftest import Ran, run, store
@@ -228,6 +230,7 @@ def test_what_the_daemon_cannot_take_leaves_file_and_daemon_as_they_were(
         (["add", "dave", "--set", "weight"], 2, "limit = 'weight': expected LIMIT=VALUE"),
         (["rotate", "carol"], 2, "tenant = 'carol': expected a tenant of the file: alice, bob"),
         (["rotate", "alice", "--keep-old", "long"], 2, "keep-old = 'long'"),
+        (["rotate", "alice", "--keep-old", "99999999999999d"], 2, "at most 36500d"),
         (["quota", "alice", "weight=0"], 2, "weight = '0'"),
         (["erase", "nobody", "--yes"], 1, "there is no tenant 'nobody'"),
     ]
@@ -297,6 +300,70 @@ def test_a_directory_that_cannot_be_written_is_named_with_the_way_out(
 def test_several_tokens_of_a_tenant_become_one_with_all_its_settings(tmp_path: Path) -> None:
     file = tmp_path / "tenants"
     file.write_text(f"# first\nalice {ALICE} weight=2\nbob {BOB}\nalice another-token-of-alice ttl_s=60\n# last")
-    before = change_file(str(file), rotate_token("alice", "ab" * 32))
+    before = change_file(str(file), rotate_token("alice", "ab" * 32, now_s=0))
     assert file.read_text() == f"# first\nalice sha256:{'ab' * 32} weight=2 ttl_s=60\nbob {BOB}\n# last\n"
     assert before.endswith("# last")
+
+
+def test_a_rotation_lets_no_old_token_live_longer_and_takes_those_that_have_ended(tmp_path: Path) -> None:
+    file = tmp_path / "tenants"
+    ends = {"a": "2030-01-01T00:00:00Z", "b": "2030-03-01T01:00:00+01:00", "c": "2029-01-01T00:00:00Z"}
+    file.write_text("".join(f"alice token-{name}-of-alice weight=2 expires={end}\n" for name, end in ends.items()))
+    file.write_text(file.read_text().replace("weight=2 ", "", 2) + f"alice {ALICE}\n")
+    until, now_s = "2030-02-01T00:00:00Z", 1_893_000_000.0  # the end of 2029
+    change_file(str(file), rotate_token("alice", "ab" * 32, keeps_old_until=until, now_s=now_s))
+    assert file.read_text().splitlines() == [
+        f"alice token-a-of-alice expires={ends['a']}",
+        f"alice token-b-of-alice expires={until}",
+        f"alice sha256:{'ab' * 32} weight=2",
+        f"alice {ALICE} expires={until}",
+    ]
+
+
+@pytest.mark.parametrize("backend", ["lmdb", "file"])
+def test_an_erase_drops_the_key_before_the_first_object(
+    backend: str, start_thread: Callable[..., ThreadedDaemon], two_tenants: str, admin: str, folder: Path
+) -> None:
+    """So that what a kill in the middle leaves is read by nobody."""
+    pytest.importorskip("cryptography")
+    masters = folder / "masters"
+    masters.write_text(f"k1 {bytes(range(32)).hex()}\n")
+    masters.chmod(0o600)
+    daemon = start_thread(tenants_file=two_tenants, backend=backend, encryption_keys=str(masters))
+    for token, numbers in ((ALICE, range(5)), (BOB, range(5, 9))):
+        with Client(daemon.target, token=token) as client:
+            store(client, numbers)
+    keys = folder / "store" / "keys"
+    assert len(list(keys.iterdir())) == 2
+    seen: list[int] = []
+    delete = daemon.store.delete
+
+    def note(some: list[bytes]) -> list[Outcome]:
+        seen.append(len(list(keys.iterdir())))
+        return delete(some)
+
+    daemon.store.delete = note  # type: ignore[method-assign]
+    assert run("tenants", "erase", "alice", "--yes", "--admin", admin).code == 0
+    assert seen
+    assert set(seen) == {1}
+    assert [file.name for file in keys.iterdir()] == [f"{tenant_digest('bob').hex()}.key"]
+    assert run("verify", "--admin", admin, "--json", "-").json["payload_bytes"] == 4 * 5000
+
+
+def test_a_tenant_erases_what_it_has_and_is_not_taken_out_of_the_file_by_itself(
+    served: ThreadedDaemon, two_tenants: str, admin: str
+) -> None:
+    with Client(served.target, token=ALICE) as client:
+        store(client, range(3))
+    before = Path(two_tenants).read_text()
+    alice = Admin(admin, token=ALICE)
+    with (
+        pytest.raises(AdminRefused, match="removed by an operator only"),
+        alice.open(TENANT_ERASE, names={"tenant": "alice", "remove": "1"}),
+    ):
+        pass
+    assert served.store.usage().objects == 3
+    with alice.open(TENANT_ERASE, names={"tenant": "alice"}) as parts:
+        list(parts)
+    assert served.store.usage().objects == 0
+    assert Path(two_tenants).read_text() == before

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from hicache.admin.verbs import VERIFY
 from hicache.backends.store_stats import Operation
 from hicache.outcome import Outcome
 from tests.backends.payloads import payload
-from tests.cli.conftest import model, run, store
+from tests.cli.conftest import Ran, model, run, store
 from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.raw_links import object_key
@@ -177,6 +178,29 @@ def test_bad_input_is_named_with_what_would_be_right(
     ran = run("verify", "--admin", admin, *arguments)
     assert ran.code == code, ran
     assert says in ran.err
+
+
+def test_a_tenant_that_nobody_knows_is_no_good_store(daemon: ThreadedDaemon, admin: str) -> None:
+    for command in (["verify"], ["namespaces", "list"]):
+        ran = run(*command, "--tenant", "defualt", "--admin", admin)
+        assert (ran.code, "there is no tenant 'defualt'" in ran.err) == (1, True), ran
+        assert run(*command, "--tenant", "default", "--admin", admin).code == 0
+
+
+def test_a_verify_that_the_daemon_ends_says_where_to_go_on(daemon: ThreadedDaemon, admin: str) -> None:
+    """It stops in a pause, at a rate at which the whole would take hours."""
+    with Client(daemon.target) as client:
+        store(client, range(200), 100_000)
+    ran: list[Ran] = []
+    verify = threading.Thread(target=lambda: ran.append(run("verify", "--rate", "64KiB", "--admin", admin)))
+    verify.start()
+    wait_until(lambda: bool(daemon.store.stats().finished[Operation.VERIFY]), what="a part is read")
+    daemon.stop()
+    verify.join()
+    [ended] = ran
+    assert ended.code in (1, 3), ended
+    assert "go on with --after " in ended.err
+    assert "verify ended early: hicached is stopping" in str(ended.err)
 
 
 def test_without_a_daemon_the_exit_code_is_3(folder: Path) -> None:

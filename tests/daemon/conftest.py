@@ -52,7 +52,10 @@ class FaultyStoreOpener:
         self.store: ObjectStore | None = None
 
     def __call__(self, config: DaemonConfig, limits: StoreLimits) -> OpenedStore:
-        self.backend = FaultyBackend(open_backend(config.backend_url, capacity_bytes=config.capacity_bytes))
+        inner = open_backend(
+            config.backend_url, capacity_bytes=config.capacity_bytes, encryption_keys=config.encryption_keys
+        )
+        self.backend = FaultyBackend(inner)
         store = ObjectStore(
             self.backend,
             object_bytes_max=config.object_bytes_max,
@@ -60,6 +63,7 @@ class FaultyStoreOpener:
             low_watermark=config.low_watermark,
             free_space_floor_bytes=config.free_space_floor_bytes,
             limits=limits,
+            keys=getattr(inner, "keys", None),  # of a backend that encrypts
         )
         self.store = store
         return OpenedStore(store, store.store_id, StoreNumbers.of(store))

@@ -367,6 +367,20 @@ class TestSealing:
         seen = {self.sealed(keys, physical_key(ALICE, b"key"), b"text" * 8) for _ in range(1000)}
         assert len({stored for stored, _ in seen}) == len({seal[:24] for _, seal in seen}) == 1000
 
+    def test_a_drop_that_failed_is_done_to_its_end_by_the_next(
+        self, keys: TenantKeys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        for name in ("rename", "unlink"):
+            keys.find_or_make(ALICE)
+            monkeypatch.setattr(Path, name, _disk_full)
+            with pytest.raises(OSError, match="No space"):
+                keys.drop(ALICE)
+            assert keys.find(ALICE) is None
+            monkeypatch.undo()
+            assert keys.drop(ALICE)
+            assert list((tmp_path / "keys").iterdir()) == []
+        assert not keys.drop(ALICE)
+
     def test_many_threads_make_one_key(self, keys: TenantKeys) -> None:
         found: list[bytes] = []
         threads = [threading.Thread(target=lambda: found.append(keys.find_or_make(ALICE))) for _ in range(8)]
