@@ -175,10 +175,6 @@ class SharedStore:
         """Of the whole store, whoever filled it."""
         return self._backend.usage()
 
-    def forget_tenant(self, tenant: bytes) -> bool:
-        """False: nothing in it is encrypted, since other daemons would go on with a key that was dropped here."""
-        return False
-
     def set_limits(self, limits: StoreLimits) -> None:
         """Nothing: others decide, too, what is kept."""
 

@@ -109,10 +109,6 @@ class Store(Protocol):
         """Other limits of tenants."""
         ...
 
-    def forget_tenant(self, tenant: bytes) -> bool:
-        """Drops the key of a tenant, where objects are encrypted. Raises OSError."""
-        ...
-
     def usage(self) -> Usage:
         """Space as it is on the medium."""
         ...

@@ -358,7 +358,7 @@ def test_a_tenant_erases_what_it_has_and_is_not_taken_out_of_the_file_by_itself(
     before = Path(two_tenants).read_text()
     alice = Admin(admin, token=ALICE)
     with (
-        pytest.raises(AdminRefused, match="removed by an operator only"),
+        pytest.raises(AdminRefused, match="ask as an operator"),
         alice.open(TENANT_ERASE, names={"tenant": "alice", "remove": "1"}),
     ):
         pass
