@@ -79,7 +79,9 @@ def wipe_left_over(path: str) -> None:
     try:
         is_wiped = wipe_store(Path(path))
     except OSError as error:
-        raise ConfigError("path", path, f"a directory that can be emptied, as persist = false wants ({error})") from error
+        raise ConfigError(
+            "path", path, f"a directory that can be emptied, as persist = false wants ({error})"
+        ) from error
     if is_wiped:
         log.info("removed what an earlier run has left", path=path)
 

@@ -157,23 +157,6 @@ def test_br_003_pages_stay_while_they_are_copied_although_their_request_is_gone(
     world.wind_up()
 
 
-def test_br_103_no_slot_of_l2_is_given_out_again_before_its_copy_has_ended() -> None:
-    world = World((FULL,), l1=40, l2=10, has_l3=False)
-    first = world.open(prompt(10))
-    world.load_whole(first)
-    world.compute(first, pages=10, snapshot=False)
-    second = world.open(prompt(20, seed=1))
-    world.load(second)
-    world.compute(second, pages=20, snapshot=False)
-    targets = [item.target for task in world.executor.waiting for item in task.job.items]
-    assert len(targets) == len(set(targets)) == 10
-    assert world.directory.stats.skipped["backup.no_host_capacity"] == 1
-    world.run_all()
-    world.check()
-    assert world.directory.index.pools[Tier.L2][0].used_count == 10
-    world.wind_up()
-
-
 def test_a_load_keeps_its_slots_although_its_request_is_gone() -> None:
     world = World(HYBRID, l1=5, l2=5)
     world.serve(prompt(3))
