@@ -118,21 +118,6 @@ def test_br_001_a_state_that_cannot_even_be_emptied_is_not_used() -> None:
     world.wind_up()
 
 
-def test_br_142_a_snapshot_that_was_not_written_does_not_exist() -> None:
-    world = World(HYBRID, l1=8, l2=8)
-    live = world.open(prompt(2))
-    world.load_whole(live)
-    world.compute(live, pages=1, snapshot=True)
-    world.compute(live, pages=1, snapshot=True, fault=failing(Outcome.IO_ERROR))
-    world.run_all()
-    world.check()
-    world.release(live)
-    again = world.open(prompt(2))
-    assert again.record.local_tokens == {"l1": PAGE, "l2": 0}
-    assert sum(1 for _, group, _ in world.entries() if group == 1) == 2  # page 0 in L1 and L2
-    world.wind_up()
-
-
 @pytest.mark.parametrize("groups", [(FULL,), HYBRID, (FULL, WINDOW)], ids=["attention", "hybrid", "window"])
 def test_br_003_pages_stay_while_they_are_copied_although_their_request_is_gone(groups: tuple[Group, ...]) -> None:
     world = World(groups, l1=6, l2=6)

@@ -1,4 +1,4 @@
-"""Daemons in processes and in threads of the test, as the tests of hicached have them; a service manager that is played."""
+"""Daemons in processes and in threads of the test, as the tests of hicached have them; a service manager."""
 
 from tests.daemon.conftest import (  # noqa: F401
     client,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Literal
 
 import pytest
 
 from hicache.backends.faulty import Fault, FaultKind
 from hicache.backends.ram_tier import SharedRamTier
+from hicache.client import DaemonL3
 from hicache.jobs import CopyKind, LookupJob
 from hicache.node import Tier
 from hicache.outcome import Outcome
@@ -20,7 +20,7 @@ from tests.backends.fake_mooncake import FakeMooncake, open_fake
 from tests.backends.payloads import get, key, payload, put
 from tests.core.situations import HYBRID, evict_all, loaded_pages, prefetching, restore
 from tests.core.situations import prompt as world_prompt
-from tests.core.small_engine import ATTENTION, PAGE, STATE, Make, prompt
+from tests.core.small_engine import ATTENTION, PAGE, STATE, Make, SmallEngine, prompt
 from tests.core.world import FULL, World
 from tests.core.world import PAGE as WORLD_PAGE
 from tests.daemon.client import Client
@@ -96,8 +96,8 @@ def test_br_101_no_request_of_an_engine_fails_at_a_store_that_is_full_all_the_ti
     address = f"unix://{tight.config.socket}"
     reader = make(ATTENTION, STATE, address=address, l1=10, l2=20)
     writer = make(ATTENTION, STATE, address=address, l1=10, l2=20)
-    for engine in (reader, writer):
-        wait_until(lambda engine=engine: not engine.cache.l3.status().is_degraded, what="it is connected")
+    connected(reader)
+    connected(writer)
     ended, written = threading.Event(), 0
 
     def write() -> None:
@@ -301,7 +301,7 @@ def test_br_108_what_has_left_l1_and_l2_comes_from_l3_and_is_counted_there(
 ) -> None:
     daemon = start_thread(backend=backend)
     engine = make(ATTENTION, STATE, address=f"unix://{daemon.config.socket}", l1=12, l2=12)
-    wait_until(lambda: not engine.cache.l3.status().is_degraded, what="it is connected")  # type: ignore[union-attr]
+    connected(engine)
     served = [engine.serve(prompt(3)).by_source]
     engine.settle()
     for tier in ("l1", "l2", "l3"):
@@ -316,19 +316,30 @@ def test_br_108_what_has_left_l1_and_l2_comes_from_l3_and_is_counted_there(
         engine.settle()
     assert served[1]["l1"] == 3 * PAGE
     assert served[3]["l3"] == 3 * PAGE
-    assert daemon.store.numbers is not None if hasattr(daemon.store, "numbers") else True
 
 
-def test_br_108_an_error_of_the_store_names_the_backend(start_thread: StartThread, folder: Path) -> None:
+def test_br_108_an_error_names_the_tier_that_it_came_from(start_thread: StartThread, make: Make) -> None:
     daemon = start_thread(backend="file")
-    with Client(daemon.target) as client:
-        client.put_stream(KEYS[:1], [b"x"])
-        daemon.backend.arm("get_into", Fault(FaultKind.EIO))
-        assert client.get_stream(KEYS[:1], [1]) == [Outcome.IO_ERROR]
-        daemon.backend.disarm()
-        assert client.get_stream(KEYS[:1], [1]) == [b"x"]
-    assert daemon.metric("hicache_daemon_info", backend="file", version=daemon.daemon.metrics.version) >= 0
-    assert CopyKind.BACKUP
-    assert Memory
-    assert payload_of
-    assert HYBRID
+    address = f"unix://{daemon.config.socket}"
+    writer = make(ATTENTION, address=address)
+    connected(writer)
+    writer.serve(prompt(3))
+    writer.settle()
+    daemon.backend.arm("get_into", Fault(FaultKind.EIO))
+    reader = make(ATTENTION, address=address)
+    connected(reader)
+    assert reader.serve(prompt(3)).tokens == 0
+    objects = reader.cache.stats.objects
+    assert objects["fetch.io_error"] > 0, "the way from L3 to L2"
+    assert not objects["load.io_error"], "and not the one from L2 to L1"
+    assert daemon.metric("hicache_items_total", method="Get", outcome="io_error") > 0
+    daemon.backend.disarm()
+    again = make(ATTENTION, address=address)
+    connected(again)
+    assert again.serve(prompt(3)).by_source["l3"] == 3 * PAGE, "the control"
+
+
+def connected(engine: SmallEngine) -> None:
+    l3 = engine.cache.l3
+    assert isinstance(l3, DaemonL3)
+    assert l3.wait_ready(timeout_s=20)

@@ -1,4 +1,4 @@
-"""BR-122: under the restrictions of its unit hicached does all that it does without, and says what stands in its way."""
+"""BR-122: under the restrictions of its unit hicached does all that it does, and says what stands in its way."""
 
 from __future__ import annotations
 

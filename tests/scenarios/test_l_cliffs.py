@@ -15,11 +15,15 @@ from hicache.jobs import FetchJob, LookupJob
 from hicache.keys import KEY_HASHES, BlockKeys, KeyHash
 from hicache.node import Tier
 from hicache.outcome import Outcome
+from hicache.pools import L2Pool, host_memory, l2
+from hicache.pools.host_memory import HostMemory
 from tests.core.situations import evict_all, loaded_pages, prefetching
 from tests.core.situations import prompt as world_prompt
 from tests.core.small_engine import ATTENTION, STATE, Make, prompt
 from tests.core.world import FULL, World
 from tests.core.world import PAGE as WORLD_PAGE
+from tests.engine.specs import hybrid_spec
+from tests.engine.test_l2 import MIB, FakeRegistrar
 
 QUEUE = 100
 
@@ -137,7 +141,7 @@ SHARED_BLOCKS, OWN_BLOCKS, PROMPTS = 20, 2, 8
 
 
 def shared_and_single_use(*, requests: int = 3000, seed: int = 5) -> Trace:
-    """80% of the prompts are used once, 20% share one of eight beginnings; with bursts of a scan and of an adversary."""
+    """80% of the prompts are used once, 20% share one of eight beginnings; with bursts of an adversary."""
     return Trace("shared and single use", 16, list(_requests(requests, seed)), 10**7)
 
 
@@ -209,3 +213,29 @@ def test_br_135_what_is_admitted_late_takes_the_pages_before_it_along() -> None:
     assert stored == set(keys)
     world.check()
     world.wind_up()
+
+
+def test_br_132_memory_is_pinned_in_regions_that_end_between_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(l2, "REGION_BYTES", 10_000)
+    registrar = FakeRegistrar()
+    pool = L2Pool(hybrid_spec(), (9, 5, 4), registrar=registrar)
+    base = pool.view(0).data_ptr()
+    regions = sorted((address - base, size) for address, size in registrar.regions.items())
+    assert len(regions) > 3
+    assert [start for start, _ in regions] == [0, *(start + size for start, size in regions[:-1])]
+    assert sum(regions[-1]) == pool.size_bytes
+    slots = {pool.offset(group, slot) for group, count in enumerate((9, 5, 4)) for slot in range(count)}
+    assert {start for start, _ in regions} <= slots
+    assert all(size <= max(10_000, *pool.strides) for _, size in regions)
+    pool.close()
+    assert not registrar.regions
+
+
+def test_br_132_memory_is_touched_in_chunks_and_the_log_tells_how_far(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(host_memory, "_TOUCH_CHUNK_BYTES", MIB)
+    monkeypatch.setattr(host_memory, "_TOUCH_REPORT_CHUNKS", 2)
+    caplog.set_level("INFO")
+    HostMemory("hicache-l2", 5 * MIB, setting="l2_bytes").close()
+    assert [record.getMessage() for record in caplog.records] == ["L2: 2 of 5 MiB touched", "L2: 4 of 5 MiB touched"]
