@@ -26,7 +26,7 @@ from tests.core.world import PAGE as WORLD_PAGE
 from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.raw_links import Memory, object_key, payload_of
-from tests.daemon.rig import wait_until
+from tests.daemon.rig import scrape, wait_until
 from tests.daemon.test_faults import Flood
 
 StartThread = Callable[..., ThreadedDaemon]
@@ -90,11 +90,12 @@ def test_br_101_what_is_gone_between_lookup_and_fetch_shortens_the_prefix() -> N
 
 
 def test_br_101_no_request_of_an_engine_fails_at_a_store_that_is_full_all_the_time(
-    tight: ThreadedDaemon, make: Make
+    start_thread: StartThread, make: Make
 ) -> None:
     """Another engine writes without a pause; each request is served, with right bytes, from L3 or computed."""
-    address = f"unix://{tight.config.socket}"
-    reader = make(ATTENTION, STATE, address=address, l1=10, l2=20)
+    daemon = start_thread(capacity_bytes="4MiB", object_bytes_max=4096)  # 64 objects
+    address = f"unix://{daemon.config.socket}"
+    reader = make(ATTENTION, STATE, address=address, l1=10, l2=10)
     writer = make(ATTENTION, STATE, address=address, l1=10, l2=20)
     connected(reader)
     connected(writer)
@@ -108,19 +109,24 @@ def test_br_101_no_request_of_an_engine_fails_at_a_store_that_is_full_all_the_ti
 
     writing = threading.Thread(target=write)
     writing.start()
-    chance, from_l3 = random.Random(3), 0
+    chance, from_l3, computed, requests = random.Random(3), 0, 0, 0
     try:
-        for _ in range(150):
-            restored = reader.serve(prompt(4, seed=chance.randrange(12)))  # which checks every byte
+        while requests < 100 or not (from_l3 and computed and evicted_objects(daemon)):
+            assert requests < 5000
+            restored = reader.serve(prompt(4, seed=chance.randrange(4)))  # which checks every byte
+            requests += 1
             from_l3 += restored.by_source["l3"]
+            computed += restored.by_source["computed"] - 1
     finally:
         ended.set()
         writing.join()
     stats = reader.cache.stats
-    assert from_l3 > 0, "some were found in time"
     assert stats.prefetch_in_flight == 0
-    assert tight.metric("hicache_store_removed_objects_total", reason="evicted") > 0
     assert stats.prefetch_found == stats.prefetch_used + sum(stats.prefetch_dropped.values())
+
+
+def evicted_objects(daemon: ThreadedDaemon) -> float:
+    return scrape(daemon.ready.http)['hicache_store_removed_objects_total{reason="evicted"}']
 
 
 def test_br_103_no_slot_of_l2_is_given_out_again_before_its_copy_has_ended() -> None:
@@ -278,6 +284,7 @@ def test_br_108_what_the_memory_tier_has_given_up_is_served_by_the_store_below_i
     def read(number: int) -> None:
         assert get(tier, key(number), 4096) == (Outcome.OK, payload(number, 4096))
 
+    read(1)
     read(1)
     hits = tier.ram_stats().hits
     read(1)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -12,15 +13,17 @@ from hicache.backends.lock import LOCK_NAME
 from hicache.backends.open import open_backend
 from hicache.backends.wipe import wipe_store
 from hicache.daemon.config import load_config
+from hicache.daemon.recovery import open_store
 from hicache.errors import ConfigError, StorageInUse
 from hicache.outcome import Outcome
 from tests.backends.payloads import get, key, payload, put
 from tests.daemon.client import Client
 from tests.daemon.raw_links import object_key, payload_of
-from tests.daemon.rig import DaemonProcess, refused_start
+from tests.daemon.rig import DaemonProcess, DaemonThread, refused_start
 from tests.security.test_encryption import random_masters
 
 Start = Callable[..., DaemonProcess]
+Run = Callable[..., DaemonThread]
 
 PAGE = 64 * 1024
 KEYS = [object_key(number) for number in range(8)]
@@ -28,10 +31,23 @@ BACKENDS = ["lmdb", "file"]
 OURS = {LOCK_NAME}
 
 
-def store_pages(daemon: DaemonProcess) -> bytes:
+def store_pages(daemon: DaemonProcess | DaemonThread) -> bytes:
     with Client(daemon.target) as client:
         assert client.put_stream(KEYS, [payload_of(number, PAGE) for number in range(8)]) == [Outcome.OK] * 8
         return client.welcome.store_id
+
+
+@pytest.fixture
+def run(folder: Path) -> Iterator[Run]:
+    """Runs daemons in this process, with the opener that the process has; stopped at the end."""
+    with ExitStack() as stack:
+
+        def run_one(**settings: object) -> DaemonThread:
+            daemon = DaemonThread(folder, open_store, **settings)
+            stack.callback(daemon.stop)
+            return daemon
+
+        yield run_one
 
 
 def names_in(folder: Path) -> set[str]:
@@ -40,24 +56,24 @@ def names_in(folder: Path) -> set[str]:
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_br_131_what_is_stored_stays_or_goes_at_the_stop_as_the_setting_says(
-    start: Start, folder: Path, backend: str
+    run: Run, folder: Path, backend: str
 ) -> None:
-    kept = start(backend=backend)
+    kept = run(backend=backend)
     first = store_pages(kept)
-    kept.terminate()
-    kept = start(backend=backend)
+    kept.stop()
+    kept = run(backend=backend)
     with Client(kept.target) as client:
         assert client.present(KEYS) == [True] * 8, "the positive control"
         assert client.welcome.store_id == first
-    kept.terminate()
+    kept.stop()
 
-    fleeting = start(backend=backend, persist="false")
+    fleeting = run(backend=backend, persist="false")
     with Client(fleeting.target) as client:
         assert client.present(KEYS) == [False] * 8
         assert client.welcome.store_id != first, "whoever knew the store hears that it is another one"
     store_pages(fleeting)
-    fleeting.terminate()
-    assert fleeting.process.returncode == 0, fleeting.log
+    fleeting.stop()
+    assert fleeting.stopped_clean
     assert names_in(folder / "store") == OURS, "neither objects nor the space for them"
 
 
@@ -77,9 +93,9 @@ def test_br_131_what_a_crash_has_left_goes_at_the_next_start(start: Start, folde
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_br_131_files_of_others_stay_wherever_they_lie_and_the_next_start_is_none_the_worse(
-    start: Start, folder: Path, backend: str
+    run: Run, folder: Path, backend: str
 ) -> None:
-    daemon = start(backend=backend, persist="false")
+    daemon = run(backend=backend, persist="false")
     store_pages(daemon)
     store = folder / "store"
     foreign = [store / "notes.txt", store / "data.mdb.bak", store / "objects" / "README"]
@@ -92,10 +108,10 @@ def test_br_131_files_of_others_stay_wherever_they_lie_and_the_next_start_is_non
     outside.mkdir()
     (outside / "kept").write_text("precious")
     (store / "link").symlink_to(outside)
-    daemon.terminate()
+    daemon.stop()
     assert [path.read_text() for path in foreign] == ["precious"] * len(foreign)
     assert (outside / "kept").read_text() == "precious"
-    start(backend=backend, persist="false").terminate()
+    run(backend=backend, persist="false").stop()
     assert [path.read_text() for path in foreign] == ["precious"] * len(foreign)
 
 
@@ -191,12 +207,12 @@ def cut_off_after(steps: int, patched: pytest.MonkeyPatch) -> None:
         patched.setattr(os, name, step)
 
 
-def test_br_131_the_keys_of_an_encrypted_store_go_with_it(start: Start, folder: Path, tmp_path: Path) -> None:
+def test_br_131_the_keys_of_an_encrypted_store_go_with_it(run: Run, folder: Path, tmp_path: Path) -> None:
     keys = random_masters(tmp_path)
-    daemon = start(persist="false", encryption_keys=keys)
+    daemon = run(persist="false", encryption_keys=keys)
     store_pages(daemon)
     assert list((folder / "store" / "keys").glob("*.key"))
-    daemon.terminate()
+    daemon.stop()
     assert names_in(folder / "store") == OURS
-    plain = start(persist="false")  # the choice is free again
+    plain = run(persist="false")  # the choice is free again
     store_pages(plain)

@@ -137,11 +137,11 @@ def test_br_134_a_request_hashes_each_page_once_in_all_its_life(make: Make, monk
     assert counts[0] <= 8 + 4, "and what a request costs beside its pages is small"
 
 
-SHARED_BLOCKS, OWN_BLOCKS, PROMPTS = 20, 2, 8
+SHARED_BLOCKS, OWN_BLOCKS, PROMPTS = 20, 2, 5
 
 
-def shared_and_single_use(*, requests: int = 3000, seed: int = 5) -> Trace:
-    """80% of the prompts are used once, 20% share one of eight beginnings; with bursts of an adversary."""
+def shared_and_single_use(*, requests: int = 1500, seed: int = 5) -> Trace:
+    """80% of the prompts are used once, 20% share one of five beginnings; with bursts of an adversary."""
     return Trace("shared and single use", 16, list(_requests(requests, seed)), 10**7)
 
 
@@ -172,7 +172,9 @@ def test_br_135_a_policy_cuts_what_is_written_to_a_third_at_a_twentieth_of_the_h
     def run(name: str) -> Result:
         eviction = "continuation" if name == "continuation" else "lru"
         return replay(
-            shared_and_single_use(), [TierSpec("L3", capacity_pages, eviction=eviction, write=name)], checked=True
+            shared_and_single_use(),
+            [TierSpec("L3", capacity_pages, eviction=eviction, write=name)],
+            checked=capacity_pages is not None,  # that no page is without those before it
         )
 
     always, chosen = run("write_through"), run(write)

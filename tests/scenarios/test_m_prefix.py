@@ -16,6 +16,10 @@ from tests.core.test_snapshots import BRANCHES, ENDS, serve_by_policy, session
 from tests.core.world import MODELS, World
 from tests.core.world import PAGE as WORLD_PAGE
 
+EVERY_PAGE = SnapshotPolicy(
+    chunk_ends=False, branch_points=False, prefill_interval_tokens=WORLD_PAGE, cap_per_path=None
+)
+
 
 @pytest.mark.parametrize(
     ("rows", "expected"),
