@@ -44,6 +44,18 @@ def read_marker(directory: Path, *, kind: str, versions: Collection[int]) -> Sto
 
     Raises ConfigError for a directory that holds something else, so that nothing foreign is ever touched.
     """
+    marker = read_any_marker(directory)
+    if marker is None:
+        return None
+    if marker.kind != kind or marker.version not in versions:
+        wanted = f"a store of kind {kind} version {' or '.join(map(str, versions))}"
+        found = f"but it is {marker.kind} version {marker.version}"
+        raise ConfigError("path", str(directory), f"{wanted}, {found}; {_way_out(marker, kind, max(versions))}")
+    return marker
+
+
+def read_any_marker(directory: Path) -> StoreMarker | None:
+    """As ``read_marker``, of a store of any kind and version."""
     try:
         raw = (directory / MARKER_NAME).read_bytes()
     except FileNotFoundError:
@@ -55,10 +67,6 @@ def read_marker(directory: Path, *, kind: str, versions: Collection[int]) -> Sto
     except (msgspec.DecodeError, ValueError) as error:
         expected = f"a directory whose {MARKER_NAME} can be read ({error}); empty the directory to start afresh"
         raise ConfigError("path", str(directory), expected) from error
-    if marker.kind != kind or marker.version not in versions:
-        wanted = f"a store of kind {kind} version {' or '.join(map(str, versions))}"
-        found = f"but it is {marker.kind} version {marker.version}"
-        raise ConfigError("path", str(directory), f"{wanted}, {found}; {_way_out(marker, kind, max(versions))}")
     return marker
 
 
@@ -114,9 +122,17 @@ def current_boot_id() -> str:
         return ""
 
 
+def has_content(directory: Path) -> bool:
+    """Whether there is anything in it but locks and a marker."""
+    return bool(_content(directory))
+
+
+def _content(directory: Path) -> list[str]:
+    return sorted(entry.name for entry in os.scandir(directory) if entry.name not in _NOT_CONTENT)
+
+
 def _require_empty(directory: Path) -> None:
-    foreign = sorted(entry.name for entry in os.scandir(directory) if entry.name not in _NOT_CONTENT)
-    if foreign:
+    if foreign := _content(directory):
         expected = (
             f"an empty directory, or one made by hicache (this one holds {', '.join(foreign[:3])}, no {MARKER_NAME})"
         )

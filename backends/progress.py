@@ -12,7 +12,8 @@ _listener: ContextVar[Callable[[int], None] | None] = ContextVar("hicache_open_p
 
 @contextmanager
 def told_of_progress(listener: Callable[[int], None]) -> Iterator[None]:
-    """Within it, in this thread, ``listener(count)`` is called whenever ``count`` more objects have been read."""
+    """Within it, in this thread, ``listener(count)`` is called whenever ``count`` more objects have been read, or
+    with 0 when something else that takes long has got on."""
     before = _listener.set(listener)
     try:
         yield

@@ -7,10 +7,12 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 
+from hicache.backends.progress import tell_progress
 from hicache.errors import ConfigError
 
 OUT_OF_SPACE_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 _BLOCK_BYTES = 512  # the unit of st_blocks
+PIECE_BYTES = 1 << 30  # taken at a time
 _SPARE_BYTES = 1 << 20  # left for the small files beside
 
 
@@ -61,7 +63,9 @@ def take_space(path: Path, size_bytes: int, *, capacity_bytes: int, restore_byte
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
     try:
         try:
-            os.posix_fallocate(fd, 0, size_bytes)
+            for start in range(0, size_bytes, PIECE_BYTES):  # a file system that has to write zeros takes long
+                os.posix_fallocate(fd, start, min(PIECE_BYTES, size_bytes - start))
+                tell_progress(0)
         except OSError as error:
             if error.errno not in OUT_OF_SPACE_ERRNOS:
                 raise

@@ -96,6 +96,7 @@ class DaemonConfig:
     )
     backend: str = _setting("lmdb", choice("lmdb", "file", "mooncake"), "what objects are stored in")
     path: str = _setting("/var/lib/hicached", required_path, "directory of the stored objects")
+    persist: bool = _setting(True, flag, "what is stored is there after the next start; false: it goes with the daemon")
     capacity_bytes: int = _setting(10 * GIB, size(MIB), "space for objects, with headers and rounding")
     high_watermark: float = _setting(0.95, number(0.01, 1.0), "share of the capacity at which eviction starts")
     low_watermark: float = _setting(0.90, number(0.01, 1.0), "share of the capacity at which eviction stops")
@@ -334,6 +335,8 @@ def _check_together(config: DaemonConfig) -> None:
     if config.encryption_keys and config.is_shared:
         expected = '"", since other daemons that share the store would go on with a key that is dropped here'
         raise ConfigError("encryption_keys", config.encryption_keys, expected)
+    if not config.persist and config.is_shared:
+        raise ConfigError("persist", False, "true, since what is stored belongs to all that share the store")
     for lower, upper in _AT_MOST:
         _check_at_most(config, lower, upper)
     _check_at_most(config, "tenant_sessions_max", "sessions_max")

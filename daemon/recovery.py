@@ -9,17 +9,20 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import structlog
 
 from hicache.backends.open import open_store as open_backend_store
 from hicache.backends.progress import told_of_progress
 from hicache.backends.tenant_limits import StoreLimits
+from hicache.backends.wipe import wipe_store
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.readings import StoreNumbers
 from hicache.daemon.service_manager import ServiceManager
 from hicache.daemon.stopping import Stopping
 from hicache.daemon.storage import Store
+from hicache.errors import ConfigError
 from hicache.workers import Job, Workers
 
 PROGRESS_INTERVAL_S = 1.0
@@ -66,7 +69,33 @@ def open_store(
     ``on_progress`` is told, in this thread, how many more objects have been read.
     """
     with told_of_progress(on_progress):
+        if not config.persist:
+            wipe_left_over(config.path)
         return _open_store(config, limits)
+
+
+def wipe_left_over(path: str) -> None:
+    """What an earlier run has left, for example by a crash, is gone. Raises ConfigError or StorageInUse."""
+    try:
+        is_wiped = wipe_store(Path(path))
+    except OSError as error:
+        raise ConfigError(
+            "path", path, f"a directory that can be emptied, as persist = false wants ({error})"
+        ) from error
+    if is_wiped:
+        log.info("removed what an earlier run has left", path=path)
+
+
+async def wipe_at_stop(path: str, stopping: Stopping) -> None:
+    """Removes the closed store within what the stop has left; the next start removes what it did not get to."""
+    wiping = Workers("hicached-wipe", threads=1, queue_max=1)
+    job = asyncio.wrap_future(wiping.submit(partial(wipe_store, Path(path))).future)
+    done, _ = await asyncio.wait([job], timeout=stopping.store_left_s)
+    wiping.close(timeout_s=0)
+    if not done or job.exception() is not None:
+        stopping.is_clean = False
+        reason = str(job.exception()) if done else "it takes longer than a stop"
+        log.error("the store was not removed; the next start with persist = false does it", reason=reason)
 
 
 def _open_store(config: DaemonConfig, limits: StoreLimits) -> OpenedStore:

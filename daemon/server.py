@@ -42,7 +42,7 @@ from hicache.daemon.peers import PeerTickets
 from hicache.daemon.probes import Probes
 from hicache.daemon.readings import StoreSnapshot
 from hicache.daemon.recorder import Recorders
-from hicache.daemon.recovery import OpenedStore, RecoveryProgress, open_store, recover
+from hicache.daemon.recovery import OpenedStore, RecoveryProgress, open_store, recover, wipe_at_stop
 from hicache.daemon.reload import Reloadable, Reloader
 from hicache.daemon.service import HiCachedService
 from hicache.daemon.service_manager import ServiceManager
@@ -127,6 +127,8 @@ class Daemon:
         start_status(self.status_feed, self.admin, stages)
         self._readiness = "recovering"
         opened = await recover(partial(self._opener, config, limits), stages, self._stopping)
+        if not config.persist:
+            stages.push_async_callback(wipe_at_stop, config.path, self._stopping)
         self._storage = storage = start_storage(config, opened, stages, self._stopping)
         self._snapshot = measure_storage(self.metrics, storage, opened, tenants)
         start_miss_watch(self.metrics, stages)

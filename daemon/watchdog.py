@@ -10,7 +10,7 @@ import structlog
 
 from hicache.daemon.service_manager import ServiceManager
 
-FEEDS_PER_PERIOD = 3
+FEEDS_PER_PERIOD = 6  # so a loop that was held up for three quarters of a period is still in time
 # A medium may be slow for a while, and a restart does not make it faster: /healthz says so at once, the watchdog later.
 STORAGE_PATIENCE_S = 60.0
 
@@ -33,27 +33,38 @@ class Watchdog:
         self._is_alive = is_alive
         self._storage_patience_s = storage_patience_s
         self._clock = clock
-        self._feeding: asyncio.Task[None] | None = None
+        self._answered_s = 0.0
+        self._tasks: list[asyncio.Task[None]] = []
 
     def start(self) -> None:
         """Begins to feed, where a watchdog wants that."""
         if self._manager.watchdog_s:
-            self._feeding = asyncio.create_task(self._feed())
+            self._answered_s = self._clock()
+            self._tasks = [asyncio.create_task(self._ask()), asyncio.create_task(self._feed())]
 
     async def stop(self) -> None:
         """Ends it. The manager's watchdog does not run while the service stops."""
-        if self._feeding is not None:
-            self._feeding.cancel()
-            await asyncio.gather(self._feeding, return_exceptions=True)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    async def _feed(self) -> None:
-        answered_s, is_starving = self._clock(), False
+    async def _ask(self) -> None:
+        """On its own: a feed is not late because the storage takes its time to answer."""
         while True:
             if await self._is_alive():
-                answered_s, is_starving = self._clock(), False
-            if self._clock() - answered_s <= self._storage_patience_s:
+                self._answered_s = self._clock()
+            await asyncio.sleep(self._interval_s)
+
+    async def _feed(self) -> None:
+        is_starving = False
+        while True:
+            was_starving, is_starving = is_starving, self._clock() - self._answered_s > self._storage_patience_s
+            if not is_starving:
                 self._manager.alive()
-            elif not is_starving:
-                is_starving = True
+            elif not was_starving:
                 log.error("the storage does not answer: the watchdog is not fed", for_s=self._storage_patience_s)
-            await asyncio.sleep(self._manager.watchdog_s / FEEDS_PER_PERIOD)
+            await asyncio.sleep(self._interval_s)
+
+    @property
+    def _interval_s(self) -> float:
+        return self._manager.watchdog_s / FEEDS_PER_PERIOD

@@ -58,15 +58,6 @@ def test_a_unit_of_a_real_model_pads_little_and_is_hardly_larger_than_its_larges
         assert layout.stride_bytes(group) % ALIGNMENT_BYTES == 0
 
 
-@pytest.mark.parametrize("widths", [(4, 64, 3584), (16, 528), (7, 13), (1, 1000, 3), (48,)])
-def test_br_149_groups_of_any_sizes_share_units_at_a_bounded_waste_or_are_refused(widths: tuple[int, ...]) -> None:
-    groups = tuple(paged(str(width), 16 * width) for width in widths)
-    spec = CacheSpec("m", "r", (*groups, state("s", (5, 31), (3,))), page_tokens=3)
-    layout = arena_layout(spec, 1 << 26)
-    for size, slots in zip(slot_bytes(spec), layout.slots_per_unit, strict=True):
-        assert 0 <= 1 - size * slots / layout.unit_bytes <= PADDING_SHARE_MAX
-
-
 @pytest.mark.parametrize(
     ("tp_size", "pp_layers"), [(2, None), (8, None), (4, (25, 23)), (1, (13, 11, 12, 12)), (2, (3, 45))]
 )

@@ -118,21 +118,6 @@ def test_br_001_a_state_that_cannot_even_be_emptied_is_not_used() -> None:
     world.wind_up()
 
 
-def test_br_142_a_snapshot_that_was_not_written_does_not_exist() -> None:
-    world = World(HYBRID, l1=8, l2=8)
-    live = world.open(prompt(2))
-    world.load_whole(live)
-    world.compute(live, pages=1, snapshot=True)
-    world.compute(live, pages=1, snapshot=True, fault=failing(Outcome.IO_ERROR))
-    world.run_all()
-    world.check()
-    world.release(live)
-    again = world.open(prompt(2))
-    assert again.record.local_tokens == {"l1": PAGE, "l2": 0}
-    assert sum(1 for _, group, _ in world.entries() if group == 1) == 2  # page 0 in L1 and L2
-    world.wind_up()
-
-
 @pytest.mark.parametrize("groups", [(FULL,), HYBRID, (FULL, WINDOW)], ids=["attention", "hybrid", "window"])
 def test_br_003_pages_stay_while_they_are_copied_although_their_request_is_gone(groups: tuple[Group, ...]) -> None:
     world = World(groups, l1=6, l2=6)
@@ -154,23 +139,6 @@ def test_br_003_pages_stay_while_they_are_copied_although_their_request_is_gone(
     for key in live.record.keys:
         assert world.executor.l3[key, 0, 0] == (world.truth[key], 0)
     world.check()
-    world.wind_up()
-
-
-def test_br_103_no_slot_of_l2_is_given_out_again_before_its_copy_has_ended() -> None:
-    world = World((FULL,), l1=40, l2=10, has_l3=False)
-    first = world.open(prompt(10))
-    world.load_whole(first)
-    world.compute(first, pages=10, snapshot=False)
-    second = world.open(prompt(20, seed=1))
-    world.load(second)
-    world.compute(second, pages=20, snapshot=False)
-    targets = [item.target for task in world.executor.waiting for item in task.job.items]
-    assert len(targets) == len(set(targets)) == 10
-    assert world.directory.stats.skipped["backup.no_host_capacity"] == 1
-    world.run_all()
-    world.check()
-    assert world.directory.index.pools[Tier.L2][0].used_count == 10
     world.wind_up()
 
 

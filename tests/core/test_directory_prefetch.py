@@ -227,19 +227,6 @@ def test_br_067_pages_behind_a_hole_are_not_found() -> None:
     world.wind_up()
 
 
-def test_br_101_what_is_gone_between_lookup_and_fetch_shortens_the_prefix() -> None:
-    world = World((FULL,), l1=16, l2=16, prefetch_l2_share=1.0)
-    live = prefetching(world, prompt(8))
-    world.executor.run_kind(LookupJob)
-    world.lose_in_l3(live.record.keys[5], 0)
-    world.run_all()
-    assert world.directory.is_settled(live.record)
-    world.load_whole(live)
-    assert loaded_pages(live) == 5
-    assert world.directory.stats.prefetch_dropped == {"absent": 3 * PAGE}
-    world.wind_up()
-
-
 def test_what_is_evicted_between_lookup_and_plan_is_fetched_as_far_as_l3_has_acknowledged_it() -> None:
     world = World(HYBRID, l1=16, l2=16, prefetch_l2_share=1.0)
     world.serve(prompt(2), snapshot=False)
@@ -254,62 +241,6 @@ def test_what_is_evicted_between_lookup_and_plan_is_fetched_as_far_as_l3_has_ack
     world.check()
     world.release(live)
     world.wind_up()
-
-
-def test_br_106_a_hit_that_l2_has_no_room_for_is_cut_to_the_share_and_all_is_told() -> None:
-    world = World((FULL,), l1=200, l2=160, prefetch_l2_share=0.5)
-    live = prefetching(world, prompt(1000))
-    restore(world, live)
-    stats = world.directory.stats
-    assert loaded_pages(live) == 80
-    assert stats.prefetch_found == 1000 * PAGE
-    assert stats.prefetch_used == 80 * PAGE
-    assert stats.prefetch_dropped == {"no_host_capacity": 920 * PAGE}
-    assert stats.prefetch_in_flight == 0
-
-
-def test_br_106_a_cut_hit_of_a_hybrid_ends_at_a_snapshot() -> None:
-    world = World(HYBRID, l1=100, l2=40, prefetch_l2_share=0.5)
-    snapshots = {7, 15, 31}
-    live = prefetching(world, prompt(32), without=frozenset((page, 1) for page in range(32) if page not in snapshots))
-    restore(world, live)
-    assert loaded_pages(live) == 16
-    assert world.directory.stats.prefetch_dropped == {"no_host_capacity": 16 * PAGE}
-    world.wind_up()
-
-
-def test_br_107_a_prefetch_meets_pages_that_another_request_has_published_meanwhile() -> None:
-    world = World((FULL,), l1=20, l2=20, prefetch_l2_share=1.0)
-    world.serve(prompt(2))
-    live = prefetching(world, prompt(8))
-    world.executor.run_kind(LookupJob)
-    other = world.open(prompt(5))
-    world.load(other)
-    world.compute(other, pages=5, snapshot=False)
-    world.executor.run_kind(CopyKind.BACKUP)
-    world.release(other)
-    world.run_all()
-    assert world.directory.index.pools[Tier.L2][0].used_count == 8  # no page twice
-    world.load_whole(live)
-    assert loaded_pages(live) == 8
-    world.check()
-    world.wind_up()
-
-
-def test_br_107_a_prefetch_whose_anchor_was_evicted_publishes_nothing() -> None:
-    world = World((FULL,), l1=20, l2=20, prefetch_l2_share=1.0)
-    world.serve(prompt(2))
-    live = prefetching(world, prompt(8))
-    world.executor.run_kind(LookupJob)
-    world.release(live)
-    evict_all(world, Tier.L1)
-    for _ in range(14):  # all but the slots that the fetch is writing to
-        assert world.directory.index.acquire(Tier.L2, 0, 1) is not None
-    assert world.directory.index.nodes == {}
-    world.executor.run_all()
-    assert world.directory.index.nodes == {}
-    assert world.directory.index.pools[Tier.L2][0].used_count == 14
-    assert world.prefetcher._held == [0]
 
 
 def test_what_a_prefetch_has_brought_is_kept_until_its_request_takes_it() -> None:

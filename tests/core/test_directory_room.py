@@ -5,7 +5,6 @@ from __future__ import annotations
 import pytest
 
 from hicache.index import Index
-from hicache.loader import Load
 from hicache.node import Node, Tier
 from hicache.room import Room
 from hicache.spec import CacheSpec, Group
@@ -22,25 +21,6 @@ def test_br_042_an_l2_smaller_than_l1_goes_on_writing_through_and_prefetching() 
     cold = prefetching(world, prompt(20))
     restore(world, cold)
     assert loaded_pages(cold) == 20
-    world.wind_up()
-
-
-def test_br_150_a_prompt_that_l1_cannot_hold_is_told_so_and_holds_nothing() -> None:
-    world = World(HYBRID, l1=4, l2=4)
-    live = world.open(prompt(6))
-    world.load_whole(live)
-    free = slots_free(world)
-    assert not world.directory.extend(live.record, tokens=6 * PAGE)
-    assert slots_free(world) == free
-    assert world.directory.extend(live.record, tokens=4 * PAGE)
-    others = [world.open(prompt(1, seed=number)) for number in range(1, 5)]
-    answers = [world.directory.load(other.record) for other in others]
-    assert answers == [Load.STARTED] * 3 + [Load.BUSY]
-    world.executor.collect()
-    world.run_all()
-    world.release(live)
-    assert world.directory.load(others[3].record) is Load.STARTED
-    world.executor.collect()
     world.wind_up()
 
 

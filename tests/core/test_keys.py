@@ -13,7 +13,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache import keys as keys_module
 from hicache.errors import ConfigError, UsageError
 from hicache.keys import KEY_HASHES, BlockKeys, FieldValue, KeyHash, digest_fields, encode_fields, object_key
 
@@ -142,29 +141,6 @@ def test_what_is_no_sequence_of_token_ids_is_refused(tokens: object) -> None:
     made = block_keys()
     with pytest.raises(UsageError, match="token id"):
         made.chain(tokens, parent=made.root())  # type: ignore[arg-type]
-
-
-@pytest.mark.parametrize("key_hash", KEY_HASHES)
-@pytest.mark.parametrize("pages", [10, 1000])
-def test_br_134_hashing_is_linear(key_hash: KeyHash, pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[int] = []
-    real_blake2b, real_xxh3 = keys_module.blake2b, keys_module.xxhash.xxh3_128_digest
-
-    def blake2b(data: bytes, **options: object) -> object:
-        hashed.append(len(data))
-        return real_blake2b(data, **options)
-
-    def xxh3_128_digest(data: bytes) -> bytes:
-        hashed.append(len(data))
-        return real_xxh3(data)
-
-    made = block_keys(key_hash=key_hash)
-    root = made.root()
-    monkeypatch.setattr(keys_module, "blake2b", blake2b)
-    monkeypatch.setattr(keys_module.xxhash, "xxh3_128_digest", xxh3_128_digest)
-    made.chain(range(4 * pages), parent=root)
-    assert len(hashed) == pages
-    assert sum(hashed) <= pages * (4 * 8 + 16)
 
 
 # -- identity --------------------------------------------------------------------------------------------------------

@@ -14,13 +14,6 @@ from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
 MODES: tuple[PrefetchMode, ...] = ("best_effort", "wait_complete", "timeout")
 
 
-@pytest.mark.parametrize(
-    ("tokens", "patience_s"), [(0, 1.0), (1024, 1.25), (1_000, 1.244140625), (100_000, 25.4140625), (1_000_000, 30.0)]
-)
-def test_br_120_the_timeout_grows_with_the_tokens_up_to_the_hard_cap(tokens: int, patience_s: float) -> None:
-    assert PrefetchPolicy().patience_s("timeout", tokens=tokens) == patience_s
-
-
 def test_br_034_a_timeout_knows_no_more_than_the_clock() -> None:
     policy = PrefetchPolicy(base_s=0.1, per_ki_token_s=0.0)
     assert policy.patience_s("timeout", tokens=10**9) == 0.1

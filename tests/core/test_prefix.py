@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -111,57 +110,6 @@ def test_the_fitting_stops_are_those_that_lack_no_more_than_there_is_room_for(
 def test_the_picture_in_the_docstring_is_true() -> None:
     rule = rule_of(attn(), window(2 * PAGE), state())
     assert rule.legal_stops(masks_of("xxxxx.", ".xx.x.", "..x.x.")) == [3]
-
-
-@pytest.mark.parametrize(
-    ("rows", "expected"),
-    [
-        (("x" * 10, "x" * 10, "." * 9 + "x"), 10),
-        (("x" * 10, "xxxxx.xxxx", "....x....x"), 5),  # the sidecar lacks page 5: back to the state before it
-        (("x" * 10, "xxxxx.xxxx", "." * 9 + "x"), 0),  # and there is none
-        (("x" * 10, "x" * 10, "." * 10), 0),
-        (("xxxxxx....", "x" * 10, "..x......x"), 3),
-        (("." + "x" * 9, "x" * 10, "x" * 10), 0),
-    ],
-)
-def test_br_138_the_prefix_is_the_least_over_all_pools_and_contiguous(rows: tuple[str, ...], expected: int) -> None:
-    assert rule_of(attn(), attn("sidecar"), state()).usable(masks_of(*rows)) == expected
-
-
-def test_br_141_a_joint_length_is_a_boundary_that_every_group_has() -> None:
-    rule = rule_of(attn(), state())
-    # attention ends at pages 2 and 4, states exist at 2 and 3: page 4 has no state, and cutting to 3 would be no help
-    # if the rule took the least of 4 and 3; with attention up to 4, 3 is legal, with attention up to 2 only 2 is
-    assert rule.usable(masks_of("xxxx", ".xx.")) == 3
-    assert rule.usable(masks_of("xx..", ".xx.")) == 2
-    assert rule.usable(masks_of("xx..", "..x.")) == 0
-
-
-@pytest.mark.parametrize("pages", [1, 7, 8, 20])
-def test_br_144_a_state_is_taken_from_the_page_that_its_boundary_ends(pages: int) -> None:
-    rule = rule_of(attn(), state())
-    assert [page for page, group in rule.needed(pages) if group == 1] == [pages - 1]
-
-
-def test_br_146_the_nearest_earlier_snapshot_serves_when_the_last_page_has_none() -> None:
-    rule = rule_of(attn(), state())
-    states = "".join("x" if page in (7, 31, 63) else "." for page in range(100))
-    assert rule.usable(masks_of("x" * 100, states)) == 64
-    assert rule.usable(masks_of("x" * 60, states[:60])) == 32
-
-
-@pytest.mark.parametrize("windows", [(5, 13), (2, 40), (4, 64, 3584)])
-def test_br_149_windows_of_unrelated_lengths_live_together(windows: tuple[int, ...]) -> None:
-    rule = rule_of(attn(), *(window(tokens, f"w{tokens}") for tokens in windows), state())
-    everything = (1 << (len(windows) + 2)) - 1
-    masks = [everything] * 1000
-    assert rule.usable(masks) == 1000
-    for group, tokens in enumerate(windows, start=1):
-        reach = -(-(tokens - 1) // PAGE)
-        missing = list(masks)
-        missing[1000 - reach] &= ~(1 << group)  # the first page that the last boundary needs
-        assert rule.usable(missing) == (1000 - reach if reach < 1000 else 0)
-        assert rule.first_needed(group, 1000) == 1000 - reach
 
 
 def test_a_window_of_one_token_needs_no_page() -> None:

@@ -261,31 +261,6 @@ def session(number: int, *, shared: int = 29, pages: int = 33) -> list[int]:
     return prompt(shared)[:-1] + prompt(pages - shared, seed=1 + number)
 
 
-@pytest.mark.parametrize(
-    ("policy", "second", "later"),
-    [
-        (ENDS, 0, 0),
-        (SnapshotPolicy(branch_points=False, ends=False, state_interval_tokens=None), 24, 24),
-        (BRANCHES, 0, 29),
-        (
-            SnapshotPolicy(chunk_ends=False, branch_points=False, prefill_interval_tokens=PAGE, cap_per_path=None),
-            29,
-            29,
-        ),
-        (SnapshotPolicy(chunk_ends=False, branch_points=False, prefill_interval_tokens=4 * PAGE), 28, 28),
-        (SnapshotPolicy(), 24, 29),
-    ],
-    ids=["ends", "chunk ends", "branch points", "every page", "every four pages", "default"],
-)
-def test_br_146_hit_tokens_of_each_snapshot_policy(policy: SnapshotPolicy, second: int, later: int) -> None:
-    world = World(HYBRID, l1=(500, 200), l2=0, snapshot_policy=policy)
-    hits = [loaded_pages(serve_by_policy(world, session(number), chunk_pages=8)) for number in range(13)]
-    assert hits == [0, second, *[later] * 11]
-    missed = 29 - second + 11 * (29 - later)
-    assert world.directory.stats.tokens_attention_only == missed * PAGE
-    world.wind_up()
-
-
 def test_a_branch_point_in_l3_is_one_though_nothing_of_it_is_here() -> None:
     world = World(HYBRID, l1=100, l2=100, prefetch_l2_share=1.0, snapshot_policy=BRANCHES)
     world.fill_l3(session(0), without=frozenset((page, 1) for page in range(32)))
@@ -365,18 +340,4 @@ def test_states_and_pages_have_their_own_order_of_eviction_in_each_tier(tier: Ti
     index.release(tier, 0, handles)
     assert index.evicted[tier] == [2, 3]
     assert snapshots(world, prompt(4), tier=tier) == [4]
-    world.wind_up()
-
-
-def test_br_141_a_hit_is_a_boundary_that_every_group_has_whatever_each_of_them_has_alone() -> None:
-    """Attention reaches 16 pages but for page 10; states are there at 8, 12 and 16: the answer is 8, not 10 or 12."""
-    world = World(HYBRID, l1=40, l2=40, prefetch_l2_share=1.0)
-    without = {(page, 1) for page in range(16) if page + 1 not in (8, 12, 16)} | {(10, 0)}
-    world.fill_l3(prompt(16), without=frozenset(without))
-    live = world.open(prompt(16))
-    world.prefetch(live)
-    world.run_all()
-    world.load_whole(live)
-    assert loaded_pages(live) == 8
-    world.check()
     world.wind_up()

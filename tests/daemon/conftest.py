@@ -72,9 +72,9 @@ class FaultyStoreOpener:
 class ThreadedDaemon(DaemonThread):
     """A daemon in this process, with its store and backend at hand."""
 
-    def __init__(self, folder: Path, **settings: object) -> None:
+    def __init__(self, folder: Path, *, environment: dict[str, str] | None = None, **settings: object) -> None:
         opener = FaultyStoreOpener()
-        super().__init__(folder, opener, **settings)
+        super().__init__(folder, opener, environment=environment, **settings)
         assert opener.backend is not None
         assert opener.store is not None
         self.backend = opener.backend

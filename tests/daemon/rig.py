@@ -115,13 +115,18 @@ class DaemonThread:
     """A hicached in a thread of this process, over the store that ``opener`` gives."""
 
     def __init__(
-        self, folder: Path, opener: Callable[[DaemonConfig, StoreLimits], OpenedStore], **overrides: object
+        self,
+        folder: Path,
+        opener: Callable[[DaemonConfig, StoreLimits], OpenedStore],
+        *,
+        environment: dict[str, str] | None = None,
+        **overrides: object,
     ) -> None:
         self.config = load_config(None, settings_in(folder, **overrides))
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="test-daemon")
         self._thread.start()
-        self.daemon = Daemon(self.config, environment={}, opener=opener, reread=lambda: self.next_config)
+        self.daemon = Daemon(self.config, environment=environment or {}, opener=opener, reread=lambda: self.next_config)
         self.next_config = self.config  # what a reload finds
         self.stopped_clean: bool | None = None
         try:

@@ -34,21 +34,6 @@ def refusal(target: str, **hello: object) -> str:
     return str(caught.value.details())
 
 
-def test_br_128_another_geometry_in_a_deployment_is_refused_with_exactly_the_fields_that_differ(
-    daemon: ThreadedDaemon,
-) -> None:
-    with Client(daemon.target, deployment="chat"), Client(daemon.target, deployment="chat") as equal:
-        said = refusal(daemon.target, deployment="chat", descriptor=OTHER)
-        assert said == REFUSED + "group.0.dtype: None != 'float16'; page_tokens: 64 != 32"
-        assert list(equal.welcome.namespace_differs) == []
-        with (
-            Client(daemon.target, descriptor=OTHER) as unnamed,
-            Client(daemon.target, deployment="code", descriptor=OTHER) as elsewhere,
-        ):
-            assert unnamed.welcome.session_id != elsewhere.welcome.session_id
-    assert daemon.metric("hicache_session_refusals_total", code="DEPLOYMENT_MISMATCH") == 1
-
-
 def test_another_salt_in_a_deployment_is_refused_and_not_told(daemon: ThreadedDaemon) -> None:
     with Client(daemon.target, deployment="chat", salt_fingerprint=b"a" * 32):
         said = refusal(daemon.target, deployment="chat", salt_fingerprint=b"b" * 32)

@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hicache.backends.faulty import Fault, FaultKind
-from hicache.daemon.config import DaemonConfig
 from hicache.daemon.http import is_own_host
 from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
@@ -27,31 +26,6 @@ def test_a_serving_daemon_is_alive_and_ready(daemon: ThreadedDaemon) -> None:
     status, body = http_get(daemon.ready.http, "/metrics")
     assert status == 200
     assert "hicache_ready 1.0" in body
-
-
-def test_br_118_by_default_everything_listens_on_this_machine_only() -> None:
-    config = DaemonConfig()
-    assert config.http.startswith("127.0.0.1:")
-    assert config.listen == ""
-    assert config.socket_mode == "0600"
-
-
-@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"])
-def test_br_118_no_route_can_change_anything(daemon: ThreadedDaemon, method: str) -> None:
-    for route in ROUTES:
-        assert http_get(daemon.ready.http, route, method=method)[0] == 405
-
-
-@pytest.mark.parametrize("path", ["/v1", "/v1/flush", "/debug", "/metrics/../metrics/x", "/run", "/%2e%2e/etc/passwd"])
-def test_br_118_there_are_no_other_routes(daemon: ThreadedDaemon, path: str) -> None:
-    assert http_get(daemon.ready.http, path)[0] == 404
-
-
-@pytest.mark.parametrize("host", ["evil.example", "evil.example:9470", "127.0.0.1.evil.example", "localhost.evil", ""])
-def test_br_118_a_foreign_host_header_is_refused_on_every_route(daemon: ThreadedDaemon, host: str) -> None:
-    for route in ROUTES:
-        assert http_get(daemon.ready.http, route, host=host)[0] == 421
-    assert daemon.metric("hicache_http_host_refusals_total") == len(ROUTES)
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:1", "127.0.0.1:80", "10.1.2.3", "[::1]:9470", "[fe80::1]"])

@@ -25,7 +25,7 @@ from hicache.daemon.server import Daemon
 from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.bulk import BulkKind
-from tests.daemon.client import Client, refusal_code
+from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.raw_links import CALL_S, Memory, object_key, payload_of
 from tests.daemon.rig import (
@@ -100,41 +100,6 @@ def test_usage_is_exact_after_a_clean_restart(start: Start, backend: str) -> Non
             10_000,
         )
         assert client.welcome.store_id == store_id
-
-
-def test_br_121_sigterm_ends_the_process_in_time_with_every_kind_of_idle_connection_open(
-    start: Start, folder: Path
-) -> None:
-    daemon = start(listen="127.0.0.1:0", tenants_file=tenants_file(folder))
-    kept_alive = http.client.HTTPConnection(daemon.ready["http"])
-    kept_alive.request("GET", "/healthz")
-    kept_alive.getresponse().read()
-    half_a_request = socket.create_connection(daemon.ready["http"].split(":"))
-    half_a_request.sendall(b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n")
-    with (
-        Client(daemon.target, token=TOKEN) as client,
-        Client(daemon.ready["listen"], token=TOKEN) as remote,
-        Memory(PAGE) as memory,
-    ):
-        attachment = client.attach(memory)
-        remote.put_stream(KEYS[:1], [payload_of(1, 32 << 20)])
-        remote.bulk().request(BulkKind.GET, KEYS[:1], [32 << 20])
-
-        daemon.terminate()
-
-        assert daemon.process.returncode == 0, f"1 from a stop that takes longer than it may\n{daemon.log}"
-        assert attachment.is_at_end(within_s=CALL_S)
-        with pytest.raises(grpc.RpcError) as caught:
-            next(client.stream)
-        assert refusal_code(caught.value) == "SHUTTING_DOWN"
-    kept_alive.close()
-    half_a_request.close()
-    assert "Traceback" not in daemon.log
-    left_over = {path.name for path in folder.iterdir() if "log" not in path.name}
-    assert left_over == {"store", "s.sock.lock", "tenants"}
-
-    with Client(start(tenants_file=tenants_file(folder)).target, token=TOKEN) as client:
-        assert client.present(KEYS[:1]) == [True]
 
 
 def test_a_put_that_runs_at_sigterm_is_finished_or_leaves_nothing(start: Start) -> None:

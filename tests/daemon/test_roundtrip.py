@@ -49,39 +49,6 @@ def test_what_was_put_by_stream_is_got_by_stream_and_into_memory(start: Start, b
         assert memory.bytes[5 : 5 + len(payloads[1])] == payloads[1]
 
 
-def test_br_116_objects_around_and_far_above_the_default_message_limit_pass_in_one_call(start: Start) -> None:
-    sizes = [MIB, 4 * MIB - 1, 4 * MIB + 1, 64 * MIB]
-    keys = [object_key(number) for number in range(len(sizes))]
-    daemon = start(capacity_bytes="512MiB")
-    with Client(daemon.target) as client, Memory(sum(sizes)) as memory:
-        region = client.attach(memory).region_id
-        offsets = [sum(sizes[:index]) for index in range(len(sizes))]
-        for number, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-            memory.bytes[offset : offset + size] = payload_of(number, size)
-        assert client.put(region, keys, offsets, sizes) == [Outcome.OK] * len(sizes)
-        memory.bytes[:] = bytes(len(memory.bytes))
-
-        assert client.get(region, keys, offsets, sizes) == [Outcome.OK] * len(sizes)
-        for number, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-            assert memory.bytes[offset : offset + size] == payload_of(number, size)
-        assert client.get_stream(keys, sizes) == [payload_of(number, size) for number, size in enumerate(sizes)]
-
-        streamed = [object_key(100 + number) for number in range(len(sizes))]
-        payloads = [payload_of(number, size) for number, size in enumerate(sizes)]
-        assert client.put_stream(streamed, payloads) == [Outcome.OK] * len(sizes)
-        assert client.present(streamed) == [True] * len(sizes)
-
-
-def test_br_116_ten_thousand_keys_fit_into_one_lookup(client: Client) -> None:
-    keys = [object_key(number) for number in range(10_000)]
-    assert client.put_stream(keys[5_000:5_001], [b"x"]) == [Outcome.OK]
-
-    present = client.present(keys)
-
-    assert len(present) == 10_000
-    assert [index for index, is_present in enumerate(present) if is_present] == [5_000]
-
-
 def test_a_second_put_of_a_key_costs_no_copy(client: Client) -> None:
     assert client.put_stream([object_key(1)], [b"first"]) == [Outcome.OK]
     assert client.put_stream([object_key(1)], [b"other"]) == [Outcome.EXISTS]

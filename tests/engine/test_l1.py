@@ -10,7 +10,6 @@ import torch
 
 from hicache.errors import ConfigError, SpecError, UsageError
 from hicache.pools import L1Pool
-from hicache.spec import CacheSpec, PagedGroup
 from tests.engine.specs import hybrid_spec, paged_spec
 
 
@@ -36,16 +35,6 @@ def test_owned_pools_are_zeroed_tensors_of_the_promised_shapes() -> None:
     assert pool.state[2]["ring_k"].shape == (3, 3, 4, 6)
     assert all(not tensor.view(torch.uint8).any() for tensor in (*pool.paged.values(), *pool.state[2].values()))
     assert pool.device == torch.device("cpu")
-
-
-def test_br_149_groups_of_any_sizes_need_no_common_multiple() -> None:
-    groups = tuple(
-        PagedGroup(str(width), (index,), heads=1, head_dim=width, dtype="uint8")
-        for index, width in enumerate((4, 64, 3584, 16, 528, 7, 1))
-    )
-    spec = CacheSpec("m", "1", groups, page_tokens=3)
-    pool = L1Pool(spec, pages=5)
-    assert [pool.paged[index].shape[-1] for index in range(7)] == [4, 64, 3584, 16, 528, 7, 1]
 
 
 def test_fields_come_in_the_order_of_the_spec_transient_ones_apart() -> None:

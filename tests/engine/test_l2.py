@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from hicache.errors import ConfigError, UsageError
-from hicache.pools import L2Pool, host_memory, l2, registration
+from hicache.pools import L2Pool, l2, registration
 from hicache.pools.host_memory import HostMemory
 from hicache.pools.memory_limits import AvailableMemory, available_memory
 from hicache.pools.numa import node_of
@@ -408,35 +408,9 @@ def test_br_090_what_the_process_and_the_machine_take_is_the_size_of_the_pool() 
     assert taken() == (pytest.approx(before, abs=64), pools)
 
 
-def test_br_132_memory_is_pinned_in_regions_that_end_between_slots(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(l2, "REGION_BYTES", 10_000)
-    registrar = FakeRegistrar()
-    pool = L2Pool(hybrid_spec(), (9, 5, 4), registrar=registrar)
-    base = pool.view(0).data_ptr()
-    regions = sorted((address - base, size) for address, size in registrar.regions.items())
-    assert len(regions) > 3
-    assert [start for start, _ in regions] == [0, *(start + size for start, size in regions[:-1])]
-    assert sum(regions[-1]) == pool.size_bytes
-    slots = {pool.offset(group, slot) for group, count in enumerate((9, 5, 4)) for slot in range(count)}
-    assert {start for start, _ in regions} <= slots
-    assert all(size <= max(10_000, *pool.strides) for _, size in regions)
-    pool.close()
-    assert not registrar.regions
-
-
 def test_br_094_a_region_that_is_refused_late_leaves_none_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(l2, "REGION_BYTES", MIB)
     registrar = FakeRegistrar(total_bytes_max=3 * MIB)
     with pytest.raises(ConfigError, match=r"after 3145728 bytes, for a region of 1048576; RLIMIT_MEMLOCK is"):
         L2Pool(paged_spec(), (1024,), registrar=registrar)
     assert not registrar.regions
-
-
-def test_br_132_memory_is_touched_in_chunks_and_the_log_tells_how_far(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    monkeypatch.setattr(host_memory, "_TOUCH_CHUNK_BYTES", MIB)
-    monkeypatch.setattr(host_memory, "_TOUCH_REPORT_CHUNKS", 2)
-    caplog.set_level("INFO")
-    HostMemory("hicache-l2", 5 * MIB, setting="l2_bytes").close()
-    assert [record.getMessage() for record in caplog.records] == ["L2: 2 of 5 MiB touched", "L2: 4 of 5 MiB touched"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Callable
-from pathlib import Path
 from random import Random
 
 import pytest
@@ -166,21 +165,3 @@ hicache_call_seconds_count{method="Get"} 2.0
         broken = good.replace(line, line.rpartition(" ")[0] + " 7.0")
         with pytest.raises(AssertionError):
             check_daemon(read_scrape(broken))
-
-
-def test_br_112_counters_tell_the_truth_about_hits_among_probes(daemon: ThreadedDaemon, folder: Path) -> None:
-    """Ratios are left to the query: no gauge of the last batch."""
-    hits = misses = 0
-    rng = Random(1)
-    with Client(daemon.target) as client:
-        client.put_stream([object_key(number) for number in range(20)], [b"x"] * 20)
-        for _ in range(50):
-            keys = [object_key(rng.randrange(40)) for _ in range(rng.randrange(1, 20))]
-            found = client.present(keys)
-            hits, misses = hits + sum(found), misses + len(found) - sum(found)
-            client.present([object_key(999)])  # a probe, which misses
-            misses += 1
-    now = look(daemon)
-    assert total(now, "hicache_items_total", method="Lookup", outcome="ok") == hits
-    assert total(now, "hicache_items_total", method="Lookup", outcome="absent") == misses
-    assert not [name for name in now if "ratio" in name or "hit_rate" in name]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -13,7 +12,7 @@ from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.raw_links import object_key
 from tests.daemon.rig import http_get
-from tests.observability.conservation import read_scrape, total, values_of
+from tests.observability.conservation import read_scrape, total
 
 TENANTS = st.dictionaries(st.sampled_from("abcdefgh"), st.integers(0, 5), max_size=8)
 
@@ -36,42 +35,6 @@ def test_no_counter_goes_down_whoever_comes_and_goes(lives: list[dict[str, int]]
         assert sum(gauges.values()) == sum(counted.values())
         assert {label for (label,) in gauges} <= {*counted, OTHER}
         assert len(gauges) <= tenants_max + 1
-
-
-def test_br_110_a_hundred_thousand_tenants_are_a_few_series() -> None:
-    labels = TenantLabels(20)
-    numbers: dict[str, float] = {}
-    for batch in range(10):
-        numbers |= {f"tenant{number}": 1.0 for number in range(batch * 10_000, (batch + 1) * 10_000)}
-        for _ in range(2):
-            now = labels.counters("requests", numbers)
-    assert len(now) == 21
-    assert now[(OTHER,)] == 100_000 - 20
-    assert now[("tenant3",)] == 1
-    numbers.clear()
-    assert labels.gauges(numbers) == {}
-    assert labels.counters("requests", numbers) == {(OTHER,): 100_000 - 20}
-    assert not labels._labels, "those who have gone are forgotten"
-
-
-def test_br_110_a_scrape_of_many_tenants_is_bounded_and_has_no_secret(
-    start_thread: Callable[..., ThreadedDaemon], folder: Path
-) -> None:
-    tenants = [f"tenant{number}" for number in range(300)]
-    (folder / "tenants").write_text("".join(f"{name} secret-token-of-{name}\n" for name in tenants))
-    daemon = start_thread(tenants_file=str(folder / "tenants"), metrics_tenants_max=3)
-    for name in tenants[:6]:
-        with Client(
-            daemon.target, token=f"secret-token-of-{name}", name="client-name", salt_fingerprint=b"q" * 16
-        ) as one:
-            one.put_stream([object_key(1)], [b"x"])
-    _, text = http_get(daemon.ready.http, "/metrics")
-    scrape = read_scrape(text)
-    assert values_of(scrape, "hicache_tenant_objects", "tenant") == {"tenant0", "tenant1", "tenant2", OTHER}
-    assert total(scrape, "hicache_tenant_objects", tenant=OTHER) == 3
-    assert len(text) < 100_000
-    for secret in ("secret-token", "client-name", object_key(1).hex(), "qqqq"):
-        assert secret not in text
 
 
 def test_no_name_of_a_tenant_is_told_where_none_is_wanted(

@@ -163,11 +163,6 @@ def test_over_tcp_only_what_is_public_is_told(daemon: ThreadedDaemon, monkeypatc
             assert json.loads(body)["error"]
 
 
-@pytest.mark.parametrize("path", ["/", "/v1/status", "/v1/history", "/v1/events"])
-def test_br_118_a_foreign_host_is_told_nothing(daemon: ThreadedDaemon, path: str) -> None:
-    assert http_get(daemon.ready.http, path, host="evil.example")[0] == 421
-
-
 @contextmanager
 def answering(folder: Path, answer: bytes | None) -> Iterator[str]:
     """A socket that answers one request so, or never."""
