@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import subprocess
 import sys
 import threading
@@ -18,16 +19,19 @@ from hicache.backends.lmdb_env import READER_SLOTS
 from hicache.backends.lmdb_store import LmdbBackend
 from hicache.backends.store import OBJECTS_MAX
 from hicache.outcome import Outcome
+from hicache.wire.bulk import BulkKind
 from tests.backends.payloads import get, key, payload, put
 from tests.daemon.client import DESCRIPTOR, Client
 from tests.daemon.conftest import ThreadedDaemon
-from tests.daemon.raw_links import Memory, object_key, payload_of
+from tests.daemon.raw_links import CALL_S, Bulk, Memory, object_key, payload_of
 from tests.daemon.rig import DaemonProcess, scrape, wait_until
 
 Start = Callable[..., DaemonProcess]
 StartThread = Callable[..., ThreadedDaemon]
 
 ROOT = Path(__file__).parents[2]
+PAGE = 64 * 1024
+KEY = object_key(1)
 READERS = 150
 FILLS_THE_TABLE = """
 import lmdb, os, sys
@@ -186,3 +190,59 @@ def test_br_060_clients_that_register_and_die_leave_no_record(start_thread: Star
         wait_until(lambda: samples()["hicache_regions"] == 0, what="no memory of theirs is mapped")
         wait_until(lambda: samples()["hicache_store_leases"] == 0, what="no lease of theirs is left")
         wait_until(lambda: psutil.Process().num_fds() <= fds_before + 2, what="their descriptors are closed")
+
+
+def _begin_get(client: Client, timeout_s: float = CALL_S) -> Bulk:
+    """A get of 8 MiB of which one piece has come."""
+    bulk = client.bulk()
+    bulk.request(BulkKind.GET, [KEY], [8 << 20], timeout_s=timeout_s)
+    bulk.receive(PAGE)
+    return bulk
+
+
+@pytest.mark.parametrize("way", ["drop", "deadline", "session"])
+def test_br_056_a_stream_that_its_client_gives_up_ends_on_the_daemon(start_thread: StartThread, way: str) -> None:
+    daemon = start_thread(io_threads=2)
+    rounds = 4 if way == "deadline" else 30
+    with Client(daemon.target) as keeper:
+        keeper.put_stream([KEY], [payload_of(1, 8 << 20)])
+        for _ in range(rounds):
+            client = keeper if way != "session" else Client(daemon.target)
+            bulk = _begin_get(client, timeout_s=0.2 if way == "deadline" else CALL_S)
+            if way == "drop":
+                bulk.close()
+            elif way == "session":
+                client.channel.close()
+                with pytest.raises(ConnectionError):
+                    bulk.receive(8 << 20)
+                bulk.close()
+
+        wait_until(lambda: daemon.metric("hicache_calls_active", method="GetStream") == 0, what="no stream is left")
+        wait_until(lambda: daemon.metric("hicache_inflight_bytes") == 0, what="all bytes are given back")
+        wait_until(lambda: daemon.metric("hicache_sessions") == 1, what="the others have ended")
+        assert keeper.present([KEY]) == [True]
+
+
+def test_br_056_given_up_streams_leave_no_memory_and_no_descriptors_behind(
+    start: Callable[..., DaemonProcess],
+) -> None:
+    daemon = start()
+    process = psutil.Process(daemon.process.pid)
+
+    def give_up(rounds: int) -> tuple[int, int]:
+        for number in range(rounds):
+            bulk = _begin_get(keeper)
+            if number % 2:
+                bulk.connection.shutdown(socket.SHUT_RDWR)
+            bulk.close()
+        wait_until(lambda: scrape(daemon.ready["http"])["hicache_inflight_bytes"] == 0, what="all bytes are given back")
+        return process.memory_info().rss, process.num_fds()
+
+    with Client(daemon.target) as keeper:
+        keeper.put_stream([KEY], [payload_of(1, 8 << 20)])
+        rss_before, fds_before = give_up(50)
+        rss_after, fds_after = give_up(300)
+    assert rss_after - rss_before < 64 << 20, "300 leaked objects would be 2400 MiB"
+    assert fds_after <= fds_before + 2
+    daemon.terminate()
+    assert "Traceback" not in daemon.log

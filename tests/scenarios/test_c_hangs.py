@@ -1,0 +1,175 @@
+"""Hangs: transfers that break off, ranks that must agree, processes that fork."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hicache.backends.faulty import Fault, FaultKind
+from hicache.outcome import Outcome
+from hicache.tenancy import tenant_digest
+from tests.daemon.client import Client
+from tests.daemon.conftest import ThreadedDaemon
+from tests.daemon.raw_links import CALL_S, Memory, object_key, payload_of
+from tests.daemon.rig import http_get, wait_until
+
+ROOT = Path(__file__).parents[2]
+PAGE = 64 * 1024
+KEY = object_key(1)
+
+
+@contextmanager
+def killable_client(daemon: ThreadedDaemon, steps: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A client in a process of its own that runs ``steps`` with ``client`` and ``memory``, to be killed."""
+    program = (
+        "import sys, time\n"
+        "from tests.daemon.client import *\n"
+        f"client, memory = Client({daemon.target!r}, name='victim'), Memory({16 * PAGE})\n"
+        "region = client.attach(memory).region_id\n"
+        f"key = {KEY!r}\n"
+        f"{steps}\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", program])
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def test_br_039_a_put_whose_client_was_killed_leaves_a_key_that_can_be_written(
+    daemon: ThreadedDaemon, client: Client
+) -> None:
+    late = daemon.backend.arm("put", Fault(FaultKind.LATE, times=1))
+    with killable_client(daemon, f"client.put(region, [key], [0], [{PAGE}])") as victim:
+        wait_until(late.entered.is_set, what="the victim's put is in the backend")
+        assert client.present([KEY]) == [False]
+        victim.kill()
+        victim.wait()
+        assert client.present([KEY]) == [False]
+        late.release()
+        wait_until(lambda: daemon.metric("hicache_regions") == 0, what="the dead client's memory is free")
+
+    assert client.put_stream([KEY], [bytes(PAGE)])[0].is_ok
+    assert client.get_stream([KEY], [PAGE]) == [bytes(PAGE)]
+    wait_until(lambda: daemon.metric("hicache_inflight_bytes") == 0, what="reserved bytes are given back")
+
+
+def test_br_039_an_upload_that_breaks_off_leaves_a_key_that_can_be_written(
+    daemon: ThreadedDaemon, client: Client
+) -> None:
+    bulk = client.bulk()
+    assert bulk.begin_put([KEY], [PAGE]) == [Outcome.OK]
+    bulk.send(b"half")
+    wait_until(lambda: daemon.metric("hicache_inflight_bytes") == len(b"half"), what="what was sent is held")
+    assert client.present([KEY]) == [False]
+    bulk.close()
+
+    wait_until(lambda: daemon.metric("hicache_inflight_bytes") == 0, what="reserved bytes are given back")
+    assert client.present([KEY]) == [False]
+    assert client.put_stream([KEY], [b"whole"]) == [Outcome.OK]
+
+
+def test_br_043_a_client_killed_in_a_transfer_disturbs_nobody_and_can_come_back(
+    daemon: ThreadedDaemon, client: Client, memory: Memory
+) -> None:
+    client.put_stream([KEY, object_key(2)], [payload_of(1, PAGE), payload_of(2, PAGE)])
+    others = [Client(daemon.target, name=f"other-{number}") for number in range(3)]
+    stuck = daemon.backend.arm(
+        "get_into", Fault(FaultKind.LATE, keys=frozenset([tenant_digest(client.welcome.tenant) + KEY]))
+    )
+    sessions_before = daemon.metric("hicache_sessions")
+
+    with killable_client(daemon, f"client.get(region, [key], [0], [{PAGE}])") as victim:
+        wait_until(stuck.entered.is_set, what="the victim's get is in the backend")
+        victim.kill()
+        victim.wait()
+        wait_until(lambda: daemon.metric("hicache_sessions") == sessions_before, what="the dead session has ended")
+
+        assert daemon.metric("hicache_regions") == 1, "a thread still touches the dead client's memory"
+        region = client.attach(memory).region_id
+        for _ in range(5):
+            started = time.monotonic()
+            assert http_get(daemon.ready.http, "/healthz", timeout_s=1.0)[0] == 200
+            assert time.monotonic() - started < 1.0
+            assert client.get(region, [object_key(2)], [0], [PAGE]) == [Outcome.OK]
+            assert [other.present([KEY]) for other in others] == [[True]] * 3
+        stuck.release()
+        wait_until(lambda: daemon.metric("hicache_regions") == 1, what="only the living client's memory is mapped")
+        wait_until(lambda: daemon.metric("hicache_inflight_bytes") == 0, what="the dead client's bytes are given back")
+
+    steps = f"assert client.get(region, [key], [0], [{PAGE}]) == [Outcome.OK]\nclient.close()"
+    with killable_client(daemon, steps) as returned:
+        assert returned.wait(CALL_S) == 0
+    for other in others:
+        other.close()
+
+
+FORKS = frozenset({"subprocess", "multiprocessing", "pty", "concurrent.futures.process"})
+FORKING_CALLS = frozenset({"fork", "forkpty", "system", "popen", "posix_spawn", "posix_spawnp", "ProcessPoolExecutor"})
+
+
+def ways_to_fork(source: str) -> list[str]:
+    """What in a module may start another process."""
+    found = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names if alias.name.partition(".")[0] in FORKS]
+        elif isinstance(node, ast.ImportFrom) and node.module is not None and not node.level:
+            found += [node.module] if node.module.partition(".")[0] in FORKS or node.module in FORKS else []
+            found += [alias.name for alias in node.names if alias.name in FORKING_CALLS]
+        elif isinstance(node, ast.Attribute) and node.attr in FORKING_CALLS:
+            found.append(node.attr)
+    return found
+
+
+def test_br_046_nothing_that_runs_beside_grpc_starts_a_process() -> None:
+    sources = [
+        path for folder in ("hicache", "daemon", "backends", "kernels") for path in ROOT.glob(f"{folder}/**/*.py")
+    ]
+    assert len(sources) > 200
+    assert {str(path.relative_to(ROOT)): found for path in sources if (found := ways_to_fork(path.read_text()))} == {}
+    assert ways_to_fork("import os, subprocess\nos.fork()") == ["subprocess", "fork"], "the control"
+
+
+ENGINE_THAT_FORKS = """
+import multiprocessing, os, subprocess, sys, threading, warnings
+from tests.core.small_engine import SmallEngine, prompt
+warnings.simplefilter("ignore", DeprecationWarning)  # of a fork beside threads: our point
+engine = SmallEngine(address=sys.argv[1])
+assert engine.cache.l3.wait_ready(timeout_s=20)
+over, served = threading.Event(), []
+def serve():
+    while not over.is_set():
+        served.append(engine.serve(prompt(4, seed=len(served) % 20 + 1)).tokens)
+traffic = threading.Thread(target=serve)
+traffic.start()
+forking = multiprocessing.get_context("fork")
+for number in range(int(sys.argv[2])):
+    subprocess.run(["true"], check=True, timeout=30)
+    child = forking.Process(target=os.getpid)
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0, child.exitcode
+    before = len(served)
+over.set()
+traffic.join(30)
+assert not traffic.is_alive() and served
+engine.settle()
+engine.close()
+print("served", sum(served))
+"""
+
+
+def test_br_046_an_engine_that_forks_and_spawns_under_load_hangs_nowhere(daemon: ThreadedDaemon) -> None:
+    command = [sys.executable, "-c", ENGINE_THAT_FORKS, f"unix://{daemon.config.socket}", "25"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout.split()[1]) > 0
+    wait_until(lambda: daemon.metric("hicache_regions") == 0, what="its memory is given back: no child has kept it")
+    wait_until(lambda: daemon.metric("hicache_sessions") == 0, what="its session has ended")
