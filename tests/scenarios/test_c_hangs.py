@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import random
 import subprocess
 import sys
 import time
@@ -10,9 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from hicache.backends.faulty import Fault, FaultKind
 from hicache.outcome import Outcome
 from hicache.tenancy import tenant_digest
+from tests.core.situations import HYBRID, prompt
+from tests.core.world import Live, World
 from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.raw_links import CALL_S, Memory, object_key, payload_of
@@ -173,3 +178,53 @@ def test_br_046_an_engine_that_forks_and_spawns_under_load_hangs_nowhere(daemon:
     assert int(done.stdout.split()[1]) > 0
     wait_until(lambda: daemon.metric("hicache_regions") == 0, what="its memory is given back: no child has kept it")
     wait_until(lambda: daemon.metric("hicache_sessions") == 0, what="its session has ended")
+
+
+COLLECTIVES = ("torch.distributed", "all_reduce", "all_gather", "barrier(", "broadcast(")
+
+
+def test_br_044_the_only_collective_is_entered_once_by_every_rank_at_the_start() -> None:
+    sources = {path: path.read_text() for path in ROOT.glob("hicache/**/*.py")}
+    assert len(sources) > 150
+    used = {str(path.relative_to(ROOT)): sum(map(text.count, COLLECTIVES)) for path, text in sources.items()}
+    assert {path: count for path, count in used.items() if count} == {"hicache/connectors/vllm.py": 2}  # one call
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_br_044_ranks_of_any_speed_act_on_the_same_prefix_whatever_is_aborted(seed: int) -> None:
+    rng = random.Random(seed)
+    world = World(HYBRID, l1=40, l2=40, ranks=4, prefetch_l2_share=1.0, job_items_max=2)
+    prompts = [prompt(8, seed=number) for number in range(6)]
+    for tokens in prompts:
+        world.fill_l3(tokens)
+    for key in world.page_keys(prompts[0]):  # one rank has no entry at all for this one
+        world.executor.l3.pop((key, 0, 3))
+    world.is_l3_whole = False
+    lives: list[Live] = []
+    asked: list[set[int]] = [set() for _ in range(4)]
+    restored = 0
+    for tick in range(5000):
+        for task in world.executor.waiting:
+            asked[task.rank].add(task.job.job_id)
+        if world.executor.waiting and rng.random() < 0.8:
+            world.executor.run(rng.randrange(len(world.executor.waiting)))  # of any rank, in any order
+        elif len(lives) < 4:
+            lives.append(world.open(rng.choice(prompts)))
+            world.prefetch(lives[-1])
+        else:
+            live = lives[rng.randrange(4)]
+            world.load(live)
+            if live.record.is_loaded or rng.random() < 0.3:  # or it is aborted
+                everywhere = 0 if live.tokens == prompts[0] else 8
+                assert (live.record.loaded_pages or 0) <= everywhere
+                restored += live.record.loaded_pages or 0
+                world.release(live)
+                lives.remove(live)
+        if tick % 50 == 0:
+            world.check()
+    assert restored > 100, "the control"
+    world.run_all()
+    assert asked[0] == asked[1] == asked[2] == asked[3]
+    for live in lives:
+        world.release(live)
+    world.wind_up()
