@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import statistics
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from hicache import keys as keys_module
 from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX
@@ -14,16 +17,17 @@ from hicache.backends.key_rows import KeyHash
 from hicache.cache import HiCache
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.tenants import Tenants
-from hicache.errors import ConfigError, UsageError
+from hicache.errors import ConfigError, SpecError, UsageError
 from hicache.keys import KEY_HASHES, BlockKeys
 from hicache.outcome import Outcome
 from hicache.pools import L1Pool, L2Pool
-from hicache.spec import CacheSpec
+from hicache.spec import CacheSpec, PagedGroup
+from hicache.tenancy import tenant_digest
 from hicache.wire.protocol import KEY_BYTES_MAX
 from tests.core.small_engine import ATTENTION, PAGE, SmallEngine, prompt
 from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
-from tests.daemon.raw_links import object_key, payload_of
+from tests.daemon.raw_links import Memory, object_key, payload_of
 from tests.daemon.rig import ALICE, BOB, DaemonProcess, refused_start, scrape
 
 Start = Callable[..., DaemonProcess]
@@ -150,3 +154,85 @@ def test_br_030_a_store_that_cannot_keep_a_quota_does_not_start(start: Start, fo
     assert code == 2
     assert "quota_bytes" in line
     assert "alice" in line
+
+
+KEYS = [object_key(number) for number in range(4)]
+PAYLOADS = [payload_of(number, 5000) for number in range(4)]
+
+
+@pytest.fixture
+def shared(start_thread: StartThread, two_tenants: str) -> ThreadedDaemon:
+    return start_thread(tenants_file=two_tenants)
+
+
+@pytest.fixture
+def alice(shared: ThreadedDaemon) -> Iterator[Client]:
+    with Client(shared.target, token=ALICE) as client:
+        assert client.put_stream(KEYS, PAYLOADS) == [Outcome.OK] * 4
+        yield client
+
+
+@pytest.fixture
+def bob(shared: ThreadedDaemon) -> Iterator[Client]:
+    with Client(shared.target, token=BOB) as client:
+        yield client
+
+
+def test_br_024_another_tenants_objects_are_absent_by_every_way_and_present_for_their_owner(
+    shared: ThreadedDaemon, alice: Client, bob: Client, memory: Memory
+) -> None:
+    region = bob.attach(memory).region_id
+    sizes = [len(payload) for payload in PAYLOADS]
+
+    assert bob.lookup(KEYS, lease_ms=60_000) == ([Outcome.ABSENT] * 4, 0)
+    assert bob.get(region, KEYS, [n * 5000 for n in range(4)], sizes) == [Outcome.ABSENT] * 4
+    assert bob.get_stream(KEYS, sizes) == [Outcome.ABSENT] * 4
+    assert bob.delete(KEYS) == [Outcome.ABSENT] * 4
+    assert memory.bytes[:] == bytes(memory.size_bytes)
+    assert (bob.stats().tenant_objects, bob.stats().tenant_used_bytes) == (0, 0)
+
+    with Client(shared.target, token=ALICE) as control:
+        assert control.present(KEYS) == [True] * 4
+        assert control.get_stream(KEYS, sizes) == PAYLOADS
+
+
+def test_br_024_a_key_forged_with_the_owners_digest_in_it_reads_nothing(alice: Client, bob: Client) -> None:
+    physical = tenant_digest("alice") + KEYS[0]
+    for forged in (physical, tenant_digest("alice"), tenant_digest("alice") + b"k"):
+        assert bob.present([forged]) == [False]
+    assert alice.present([KEYS[0]]) == [True]
+
+
+def test_br_024_the_same_key_of_two_tenants_names_two_objects(alice: Client, bob: Client) -> None:
+    assert bob.put_stream(KEYS[:1], [b"mine"]) == [Outcome.OK], "EXISTS would tell that alice has it"
+    assert bob.get_stream(KEYS[:1], [4]) == [b"mine"]
+    assert alice.get_stream(KEYS[:1], [5000]) == PAYLOADS[:1]
+    assert bob.delete(KEYS[:1]) == [Outcome.OK]
+    assert alice.present(KEYS[:1]) == [True]
+
+
+def test_br_024_probes_for_foreign_present_and_absent_keys_take_as_long(alice: Client, bob: Client) -> None:
+    absent = [object_key(number) for number in range(100, 104)]
+    times_s: dict[str, list[float]] = {"foreign": [], "absent": []}
+    for _ in range(300):
+        for name, keys in (("foreign", KEYS), ("absent", absent)):
+            started = time.perf_counter()
+            assert bob.present(keys) == [False] * 4
+            times_s[name].append(time.perf_counter() - started)
+    foreign, missing = (statistics.median(times_s[name]) for name in ("foreign", "absent"))
+    assert 0.7 < foreign / missing < 1.4
+
+
+def test_br_028_heads_that_are_declared_to_be_replicated_are_refused_at_the_start() -> None:
+    """Latents have one plane; keys and values of heads, of which each rank has its own, have two."""
+    latent = PagedGroup.mla("mla", layers=(0,), latent_dim=24, rope_dim=8, dtype="float32")
+    spec = CacheSpec("m", "r", (latent,), page_tokens=PAGE, tp_size=4)
+    pages = 8
+    L1Pool.adopt(spec, {0: [torch.zeros(pages, 1, PAGE, 1, 32)]}, rank=1)
+    for heads in (
+        torch.zeros(pages, 2, PAGE, 1, 32),
+        torch.zeros(pages, 2, PAGE, 4, 8),
+        torch.zeros(pages, 1, PAGE, 4, 8),
+    ):
+        with pytest.raises(SpecError, match="mla"):
+            L1Pool.adopt(spec, {0: [heads]}, rank=1)

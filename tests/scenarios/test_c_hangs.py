@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import ast
+import contextlib
+import errno
 import random
+import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,8 +18,19 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.faulty import Fault, FaultKind
+from hicache.client import ClientState, DaemonL3
+from hicache.l3 import L3Item
 from hicache.outcome import Outcome
 from hicache.tenancy import tenant_digest
+from tests.backends.payloads import get, key, payload, put
+from tests.backends.test_file_direct import ColdCalls, open_direct
+from tests.client.hicached import HicachedProcess, token_of
+from tests.client.memory import SmallMemory
+from tests.client.support import QUICK, SPEC
+from tests.client.support import get as client_get
+from tests.client.support import key as client_key
+from tests.client.support import put as client_put
+from tests.client.support import wait_until as client_wait
 from tests.core.situations import HYBRID, prompt
 from tests.core.world import Live, World
 from tests.daemon.client import Client
@@ -197,8 +212,8 @@ def test_br_044_ranks_of_any_speed_act_on_the_same_prefix_whatever_is_aborted(se
     prompts = [prompt(8, seed=number) for number in range(6)]
     for tokens in prompts:
         world.fill_l3(tokens)
-    for key in world.page_keys(prompts[0]):  # one rank has no entry at all for this one
-        world.executor.l3.pop((key, 0, 3))
+    for page in world.page_keys(prompts[0]):  # one rank has no entry at all for this one
+        world.executor.l3.pop((page, 0, 3))
     world.is_l3_whole = False
     lives: list[Live] = []
     asked: list[set[int]] = [set() for _ in range(4)]
@@ -228,3 +243,89 @@ def test_br_044_ranks_of_any_speed_act_on_the_same_prefix_whatever_is_aborted(se
     for live in lives:
         world.release(live)
     world.wind_up()
+
+
+@pytest.mark.parametrize("refused", ["open_direct", "read"])
+def test_br_050_a_file_system_without_direct_io_is_read_through_its_cache(tmp_path: Path, refused: str) -> None:
+    class RefusingCalls(ColdCalls):
+        direct = -1
+
+        def open_direct(self, path: str) -> int:
+            if refused == "open_direct":
+                raise OSError(errno.EINVAL, "Invalid argument")
+            self.direct = super().open_direct(path)
+            return self.direct
+
+        def read(self, fd: int, targets: list[memoryview], offset: int) -> int:
+            if fd == self.direct:
+                self.counts["refused"] += 1
+                raise OSError(errno.EINVAL, "Invalid argument")
+            return super().read(fd, targets, offset)
+
+    calls = RefusingCalls()
+    backend = open_direct(tmp_path / "store", calls)
+    for number, size in enumerate((3 << 20, 3 * 4096 + 132, 100)):
+        assert put(backend, (key(number), payload(number, size))) == [Outcome.OK]
+        assert get(backend, key(number), size) == (Outcome.OK, payload(number, size))
+    assert calls.counts["refused"] == (3 if refused == "read" else 0)
+    backend.close()
+
+
+class Wire:
+    """A way to a TCP address that a test can cut: what is sent then arrives nowhere, and nobody is told."""
+
+    def __init__(self, target: tuple[str, int]) -> None:
+        self._target = target
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.is_cut = threading.Event()
+        self._ends: list[socket.socket] = []
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            while True:
+                near, _ = self._listener.accept()
+                far = socket.create_connection(self._target)
+                self._ends += [near, far]
+                for source, sink in ((near, far), (far, near)):
+                    threading.Thread(target=self._pass_on, args=(source, sink), daemon=True).start()
+
+    def _pass_on(self, source: socket.socket, sink: socket.socket) -> None:
+        with contextlib.suppress(OSError):
+            while said := source.recv(1 << 16):
+                if not self.is_cut.is_set():
+                    sink.sendall(said)
+            sink.shutdown(socket.SHUT_WR)
+
+    def close(self) -> None:
+        self._listener.close()
+        for end in self._ends:
+            end.close()
+
+
+def test_br_038_packets_that_are_dropped_cost_requests_nothing_and_the_way_back_is_found(folder: Path) -> None:
+    hicached = HicachedProcess(folder, has_tenants=True, tcp=True, bulk_listen="127.0.0.1:0")
+    hicached.start()
+    host, _, port = hicached.tcp_address.removeprefix("tcp://").rpartition(":")
+    wire, memory = Wire((host, int(port))), SmallMemory()
+    address = f"tcp://127.0.0.1:{wire.port}"
+    client = DaemonL3(address, spec=SPEC, memory=memory, token=token_of(0), settings=QUICK)
+    try:
+        assert client.wait_ready(timeout_s=20)
+        assert client_put(client, [L3Item(client_key(1), 0, 5000)]) == [Outcome.OK]
+        wire.is_cut.set()
+        client_wait(lambda: client.status().state is ClientState.UNAVAILABLE, timeout_s=20, what="noticing the silence")
+        started_s = time.monotonic()
+        for _ in range(200):
+            assert client.lookup([client_key(1)], timeout_s=5) == [Outcome.UNAVAILABLE]
+        assert (time.monotonic() - started_s) / 200 < 0.01
+        wire.is_cut.clear()
+        client_wait(lambda: client.wait_ready(timeout_s=0), timeout_s=20, what="finding hicached again")
+        assert client.lookup([client_key(1)], timeout_s=5) == [Outcome.OK]
+        assert client_get(client, [L3Item(client_key(1), 0, 5000)]) == [Outcome.OK]
+    finally:
+        client.close()
+        memory.close()
+        wire.close()
+        hicached.end()

@@ -15,6 +15,7 @@ import psutil
 import pytest
 
 from hicache.backends import lmdb_layout
+from hicache.backends.faulty import Fault, FaultKind
 from hicache.backends.lmdb_env import READER_SLOTS
 from hicache.backends.lmdb_store import LmdbBackend
 from hicache.backends.store import OBJECTS_MAX
@@ -246,3 +247,38 @@ def test_br_056_given_up_streams_leave_no_memory_and_no_descriptors_behind(
     assert fds_after <= fds_before + 2
     daemon.terminate()
     assert "Traceback" not in daemon.log
+
+
+@pytest.mark.parametrize("fault", [None, *FaultKind], ids=lambda kind: "none" if kind is None else kind.value)
+@pytest.mark.parametrize("way", ["memory", "stream"])
+def test_br_057_no_way_to_end_a_call_keeps_room_or_memory(
+    start_thread: StartThread, memory: Memory, way: str, fault: FaultKind | None
+) -> None:
+    daemon = start_thread(call_timeout_s_max=0.5)
+    with Client(daemon.target) as client:
+        end_calls(daemon, client, memory, way, fault)
+
+
+def end_calls(daemon: ThreadedDaemon, client: Client, memory: Memory, way: str, fault: FaultKind | None) -> None:
+    """A get and a put of what is there and what is not meet the fault; then everything is as before."""
+    attachment = client.attach(memory)
+    present, absent, new = object_key(1), object_key(2), object_key(3)
+    assert client.put_stream([present], [payload_of(1, PAGE)]) == [Outcome.OK]
+    for operation in ("get_into", "put"):
+        if fault is not None:
+            daemon.backend.arm(operation, Fault(fault, delay_s=0.01))
+        if way == "memory":
+            client.get(attachment.region_id, [present, absent], [0, PAGE], [PAGE] * 2, timeout_s=0.3)
+            client.put(attachment.region_id, [new, present], [0, PAGE], [PAGE] * 2, timeout_s=0.3)
+        else:
+            client.get_stream([present, absent], [PAGE] * 2, timeout_s=0.3)
+            client.put_stream([new, present], [payload_of(3, PAGE)] * 2)
+        daemon.backend.disarm()
+        client.delete([new])
+    wait_until(lambda: daemon.metric("hicache_inflight_bytes") == 0, what="all bytes are given back")
+    wait_until(lambda: daemon.metric("hicache_storage_busy_threads") == 0, what="no thread is at work")
+    attachment.half_close()
+    assert attachment.is_at_end(within_s=CALL_S), "nobody holds the memory"
+    wait_until(lambda: daemon.metric("hicache_regions") == 0, what="it is not mapped any more")
+    client.put_stream([new], [payload_of(3, PAGE)])
+    assert client.get_stream([new], [PAGE]) == [payload_of(3, PAGE)], "the control"
