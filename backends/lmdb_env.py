@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,9 @@ from hicache.errors import BackendError
 
 Transaction: TypeAlias = "lmdb.Transaction[memoryview]"
 Result = TypeVar("Result")
+Snapshot = TypeVar("Snapshot")
+
+logger = logging.getLogger(__name__)
 
 DATA_NAME = "data.mdb"
 LOCK_NAME = "lock.mdb"
@@ -90,14 +94,23 @@ class LmdbEnvironment:
     @contextmanager
     def read(self) -> Iterator[Transaction]:
         """A snapshot. What it returns is valid inside only. Keep it short: it holds freed pages back."""
-        with self._gate.shared(), self._env.begin(buffers=True) as txn:
+        with self._gate.shared(), self._begin_read(lambda: self._env.begin(buffers=True)) as txn:
             yield txn
 
     @contextmanager
     def read_copies(self) -> Iterator[lmdb.Transaction[bytes]]:
         """A snapshot that returns bytes of its own."""
-        with self._gate.shared(), self._env.begin() as txn:
+        with self._gate.shared(), self._begin_read(self._env.begin) as txn:
             yield txn
+
+    def _begin_read(self, begin: Callable[[], Snapshot]) -> Snapshot:
+        """A read transaction, also where killed processes have left no slot of the reader table free."""
+        try:
+            return begin()
+        except lmdb.ReadersFullError:
+            cleared = self._env.reader_check()
+            logger.warning("%s: LMDB's reader table was full; cleared %d slots of killed processes", self.path, cleared)
+            return begin()
 
     @contextmanager
     def write(self) -> Iterator[Transaction]:

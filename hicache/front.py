@@ -181,9 +181,14 @@ class CacheFront(Generic[D]):
         self.close()
 
     def _root(self, salt: bytes | None, extras: Mapping[str, FieldValue] | None) -> bytes:
-        """The parent of a sequence's first page. Raises UsageError for a salt that is none."""
+        """The parent of a sequence's first page. Raises UsageError for a salt that is none or separates nobody."""
         if not isinstance(salt, bytes | None):
             raise UsageError(f"salt is a {type(salt).__name__}: expected bytes, or None for the cache's own")
+        if salt not in (None, self._salt) and self._keys.key_hash != "blake2b":
+            raise UsageError(
+                f"a request has a salt of its own, but key_hash {self._keys.key_hash!r} is for one trusted tenant: "
+                "expected key_hash 'blake2b', or the cache's own salt"
+            )
         return self._keys.root(salt=self._salt if salt is None else salt, extras=extras)
 
     def _check_open(self) -> None:

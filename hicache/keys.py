@@ -25,6 +25,10 @@ _PAGE = b"hicache.page.v1"
 _CHAINED = b"hicache.chained"
 _DIGEST = b"hicache.digest1"
 _OBJECT_SUFFIX = struct.Struct(">HH")
+_KNOWN_KEYS: dict[KeyHash, str] = {  # of the page that ``_check_hash`` makes
+    "blake2b": "d1917b64b36c9f7e1de5b08bbe623e4a5a50b8b45110d6ac4dae51953034cead",
+    "xxh3_128": "11501e007b894072ca8b07ec6d0a1976",
+}
 
 
 def encode_fields(fields: Iterable[tuple[str, FieldValue]]) -> bytes:
@@ -75,6 +79,7 @@ class BlockKeys:
             raise ConfigError("key_hash", key_hash, f"one of {', '.join(KEY_HASHES)}")
         if page_tokens < 1:
             raise ConfigError("page_tokens", page_tokens, "at least 1")
+        _check_hash(key_hash)
         self.namespace = namespace
         self.page_tokens = page_tokens
         self.key_hash = key_hash
@@ -108,6 +113,20 @@ class BlockKeys:
                 key = xxhash.xxh3_128_digest(key + raw[end - page_bytes : end])
                 keys.append(key)
         return keys
+
+
+def _check_hash(key_hash: KeyHash) -> None:
+    """Raises ConfigError where this process makes other keys than all others, and would find nothing of theirs."""
+    page = token_array([0, 1, -1, 2**40]).tobytes()
+    if key_hash == "blake2b":
+        made = blake2b(page, digest_size=32, key=bytes(32), person=_PAGE).hexdigest()
+    else:
+        made = xxhash.xxh3_128_hexdigest(bytes(16) + page)
+    if made != _KNOWN_KEYS[key_hash]:
+        expected = (
+            f"the key {_KNOWN_KEYS[key_hash]} for a known page, where this Python makes {made}: another build of it"
+        )
+        raise ConfigError("key_hash", key_hash, expected)
 
 
 def chained_key(root: bytes, page_hash: bytes) -> bytes:

@@ -107,17 +107,6 @@ def test_what_the_page_cache_has_is_read_from_there(tmp_path: Path) -> None:
     backend.close()
 
 
-def test_a_file_system_that_cannot_is_read_through_its_cache(tmp_path: Path) -> None:
-    class RefusingCalls(ColdCalls):
-        def open_direct(self, path: str) -> int:
-            raise OSError(22, "Invalid argument")
-
-    backend = open_direct(tmp_path / "store", RefusingCalls())
-    put(backend, (key(1), payload(1, 3 * MIB)))
-    assert get(backend, key(1), 3 * MIB) == (Outcome.OK, payload(1, 3 * MIB))
-    backend.close()
-
-
 def test_direct_reads_are_tried_only_for_a_store_that_memory_cannot_hold(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -215,7 +215,7 @@ def own_client(own_hicached: HicachedProcess, new_client: ClientFactory) -> Daem
     return client
 
 
-def test_what_a_killed_hicached_had_acknowledged_is_served_again_without_a_restart_of_the_engine(
+def test_br_038_what_a_killed_hicached_had_acknowledged_is_served_again_without_a_restart_of_the_engine(
     own_hicached: HicachedProcess, own_client: DaemonL3, memory: SmallMemory
 ) -> None:
     memory.buffer[:SIZE] = payload(1, SIZE)

@@ -31,7 +31,7 @@ from tests.client.support import (
 SIZE = 5000
 
 
-def test_a_late_get_lands_only_in_memory_that_is_still_held(
+def test_br_036_a_late_get_lands_only_in_memory_that_is_still_held(
     daemon: SmallDaemon, client: DaemonL3, memory: SmallMemory
 ) -> None:
     daemon.objects[key(1)] = payload(1, SIZE)
@@ -49,7 +49,7 @@ def test_a_late_get_lands_only_in_memory_that_is_still_held(
     assert client.status().items_in_doubt == 0
 
 
-def test_fifty_others_go_on_beside_a_get_that_is_never_answered(
+def test_br_036_fifty_others_go_on_beside_a_get_that_is_never_answered(
     daemon: SmallDaemon, client: DaemonL3, memory: SmallMemory
 ) -> None:
     for number in range(51):
@@ -81,7 +81,7 @@ def test_a_late_put_holds_its_source_until_hicached_has_read_it(
     assert daemon.objects[key(1)] == payload(1, SIZE)
 
 
-def test_an_answer_that_comes_too_late_is_not_an_answer(daemon: SmallDaemon, client: DaemonL3) -> None:
+def test_br_036_an_answer_that_comes_too_late_is_not_an_answer(daemon: SmallDaemon, client: DaemonL3) -> None:
     daemon.objects[key(1)] = payload(1, SIZE)
     release = daemon.faults.hang(where="before_reply", operation="get")
     answer = Answer()

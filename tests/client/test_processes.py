@@ -82,7 +82,7 @@ def seconds_per_call(client: DaemonL3, *, calls: int = 200) -> float:
     return (time.monotonic() - started_s) / (2 * calls)
 
 
-def test_a_killed_daemon_costs_nothing_and_is_found_within_seconds_of_its_return(
+def test_br_038_a_killed_daemon_costs_nothing_and_is_found_within_seconds_of_its_return(
     process: DaemonProcess, process_client: DaemonL3
 ) -> None:
     process.signal(signal.SIGKILL)
@@ -95,7 +95,7 @@ def test_a_killed_daemon_costs_nothing_and_is_found_within_seconds_of_its_return
     assert not process_client.status().is_degraded
 
 
-def test_a_stopped_daemon_holds_the_doubted_items_and_nothing_else(
+def test_br_038_a_stopped_daemon_holds_the_doubted_items_and_nothing_else(
     process: DaemonProcess, process_client: DaemonL3
 ) -> None:
     process.signal(signal.SIGSTOP)

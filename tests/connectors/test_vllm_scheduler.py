@@ -128,7 +128,7 @@ def test_the_last_token_is_left_to_compute() -> None:
     assert world.side.matched(world.request("c", range(25)), 0) == 24
 
 
-def test_what_vllm_has_itself_is_not_loaded_again() -> None:
+def test_br_012_what_vllm_has_itself_is_not_loaded_again() -> None:
     world = World()
     computed(world, range(30))
     request = world.request("b", range(30))

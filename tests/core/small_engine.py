@@ -60,10 +60,11 @@ class SmallEngine:
         address: str | None = None,
         token: str = "",
         prefetch: PrefetchPolicy | None = None,
+        model: str = "m",
         revision: str = "r",
         **settings: object,
     ) -> None:
-        self.spec = CacheSpec("m", revision, groups, page_tokens=PAGE)
+        self.spec = CacheSpec(model, revision, groups, page_tokens=PAGE)
         pool = L2Pool(self.spec, [l2] * len(groups)) if l2 else None
         self.l3: MemoryL3 | None = None if objects is None or pool is None else MemoryL3(pool, objects)
         l3: L3 | None = self.l3

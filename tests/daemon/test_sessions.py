@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-import socket
-import subprocess
-import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 
 import grpc
-import psutil
 import pytest
 
 from hicache.backends.faulty import Fault, FaultKind
@@ -21,37 +16,18 @@ from hicache.errors import BackendError
 from hicache.outcome import Outcome
 from hicache.tenancy import tenant_digest
 from hicache.wire import hicached_pb2 as pb
-from hicache.wire.bulk import BULK_CHECKSUM, BulkKind
+from hicache.wire.bulk import BULK_CHECKSUM
 from hicache.wire.protocol import pack_keys
 from tests.daemon.client import Client, refusal_code
 from tests.daemon.conftest import ThreadedDaemon
-from tests.daemon.raw_links import CALL_S, Bulk, Memory, object_key, payload_of
-from tests.daemon.rig import DaemonProcess, http_get, scrape, wait_until
+from tests.daemon.raw_links import CALL_S, Memory, object_key, payload_of
+from tests.daemon.rig import http_get, scrape, wait_until
 
 StartThread = Callable[..., ThreadedDaemon]
 
 PAGE = 64 * 1024
 SOON_S = 0.3  # a deadline that is meant to pass
 KEY = object_key(1)
-
-
-@contextmanager
-def killable_client(daemon: ThreadedDaemon, steps: str) -> Iterator[subprocess.Popen[bytes]]:
-    """A client in a process of its own that runs ``steps`` with ``client`` and ``memory``, to be killed."""
-    program = (
-        "import sys, time\n"
-        "from tests.daemon.client import *\n"
-        f"client, memory = Client({daemon.target!r}, name='victim'), Memory({16 * PAGE})\n"
-        "region = client.attach(memory).region_id\n"
-        f"key = {KEY!r}\n"
-        f"{steps}\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", program])
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def test_a_late_answer_keeps_the_memory_until_its_bytes_have_arrived(daemon: ThreadedDaemon, client: Client) -> None:
@@ -153,128 +129,6 @@ def test_work_that_no_thread_has_started_by_the_deadline_never_runs(daemon: Thre
         first.release()
         wait_until(lambda: daemon.metric("hicache_storage_busy_threads") == 0, what="the stuck puts have ended")
     assert sum(client.present([object_key(number) for number in range(5)])) == daemon.config.io_threads
-
-
-def test_br_043_a_client_killed_in_a_transfer_disturbs_nobody_and_can_come_back(
-    daemon: ThreadedDaemon, client: Client, memory: Memory
-) -> None:
-    client.put_stream([KEY, object_key(2)], [payload_of(1, PAGE), payload_of(2, PAGE)])
-    others = [Client(daemon.target, name=f"other-{number}") for number in range(3)]
-    stuck = daemon.backend.arm("get_into", Fault(FaultKind.LATE, keys=frozenset([_physical(client, KEY)])))
-    sessions_before = daemon.metric("hicache_sessions")
-
-    with killable_client(daemon, f"client.get(region, [key], [0], [{PAGE}])") as victim:
-        wait_until(stuck.entered.is_set, what="the victim's get is in the backend")
-        victim.kill()
-        victim.wait()
-        wait_until(lambda: daemon.metric("hicache_sessions") == sessions_before, what="the dead session has ended")
-
-        assert daemon.metric("hicache_regions") == 1, "a thread still touches the dead client's memory"
-        region = client.attach(memory).region_id
-        for _ in range(5):
-            started = time.monotonic()
-            assert http_get(daemon.ready.http, "/healthz", timeout_s=1.0)[0] == 200
-            assert time.monotonic() - started < 1.0
-            assert client.get(region, [object_key(2)], [0], [PAGE]) == [Outcome.OK]
-            assert [other.present([KEY]) for other in others] == [[True]] * 3
-        stuck.release()
-        wait_until(lambda: daemon.metric("hicache_regions") == 1, what="only the living client's memory is mapped")
-        wait_until(lambda: daemon.metric("hicache_inflight_bytes") == 0, what="the dead client's bytes are given back")
-
-    steps = f"assert client.get(region, [key], [0], [{PAGE}]) == [Outcome.OK]\nclient.close()"
-    with killable_client(daemon, steps) as returned:
-        assert returned.wait(CALL_S) == 0
-    for other in others:
-        other.close()
-
-
-def test_br_039_a_put_whose_client_was_killed_leaves_a_key_that_can_be_written(
-    daemon: ThreadedDaemon, client: Client
-) -> None:
-    late = daemon.backend.arm("put", Fault(FaultKind.LATE, times=1))
-    with killable_client(daemon, f"client.put(region, [key], [0], [{PAGE}])") as victim:
-        wait_until(late.entered.is_set, what="the victim's put is in the backend")
-        assert client.present([KEY]) == [False]
-        victim.kill()
-        victim.wait()
-        assert client.present([KEY]) == [False]
-        late.release()
-        wait_until(lambda: daemon.metric("hicache_regions") == 0, what="the dead client's memory is free")
-
-    assert client.put_stream([KEY], [bytes(PAGE)])[0].is_ok
-    assert client.get_stream([KEY], [PAGE]) == [bytes(PAGE)]
-    wait_until(lambda: daemon.metric("hicache_inflight_bytes") == 0, what="reserved bytes are given back")
-
-
-def test_br_039_an_upload_that_breaks_off_leaves_a_key_that_can_be_written(
-    daemon: ThreadedDaemon, client: Client
-) -> None:
-    bulk = client.bulk()
-    assert bulk.begin_put([KEY], [PAGE]) == [Outcome.OK]
-    bulk.send(b"half")
-    wait_until(lambda: daemon.metric("hicache_inflight_bytes") == len(b"half"), what="what was sent is held")
-    assert client.present([KEY]) == [False]
-    bulk.close()
-
-    wait_until(lambda: daemon.metric("hicache_inflight_bytes") == 0, what="reserved bytes are given back")
-    assert client.present([KEY]) == [False]
-    assert client.put_stream([KEY], [b"whole"]) == [Outcome.OK]
-
-
-def _begin_get(client: Client, timeout_s: float = CALL_S) -> Bulk:
-    """A get of 8 MiB of which one piece has come."""
-    bulk = client.bulk()
-    bulk.request(BulkKind.GET, [KEY], [8 << 20], timeout_s=timeout_s)
-    bulk.receive(PAGE)
-    return bulk
-
-
-@pytest.mark.parametrize("way", ["drop", "deadline", "session"])
-def test_br_056_a_stream_that_its_client_gives_up_ends_on_the_daemon(start_thread: StartThread, way: str) -> None:
-    daemon = start_thread(io_threads=2)
-    rounds = 4 if way == "deadline" else 30
-    with Client(daemon.target) as keeper:
-        keeper.put_stream([KEY], [payload_of(1, 8 << 20)])
-        for _ in range(rounds):
-            client = keeper if way != "session" else Client(daemon.target)
-            bulk = _begin_get(client, timeout_s=0.2 if way == "deadline" else CALL_S)
-            if way == "drop":
-                bulk.close()
-            elif way == "session":
-                client.channel.close()
-                with pytest.raises(ConnectionError):
-                    bulk.receive(8 << 20)
-                bulk.close()
-
-        wait_until(lambda: daemon.metric("hicache_calls_active", method="GetStream") == 0, what="no stream is left")
-        wait_until(lambda: daemon.metric("hicache_inflight_bytes") == 0, what="all bytes are given back")
-        wait_until(lambda: daemon.metric("hicache_sessions") == 1, what="the others have ended")
-        assert keeper.present([KEY]) == [True]
-
-
-def test_br_056_given_up_streams_leave_no_memory_and_no_descriptors_behind(
-    start: Callable[..., DaemonProcess],
-) -> None:
-    daemon = start()
-    process = psutil.Process(daemon.process.pid)
-
-    def give_up(rounds: int) -> tuple[int, int]:
-        for number in range(rounds):
-            bulk = _begin_get(keeper)
-            if number % 2:
-                bulk.connection.shutdown(socket.SHUT_RDWR)
-            bulk.close()
-        wait_until(lambda: scrape(daemon.ready["http"])["hicache_inflight_bytes"] == 0, what="all bytes are given back")
-        return process.memory_info().rss, process.num_fds()
-
-    with Client(daemon.target) as keeper:
-        keeper.put_stream([KEY], [payload_of(1, 8 << 20)])
-        rss_before, fds_before = give_up(50)
-        rss_after, fds_after = give_up(300)
-    assert rss_after - rss_before < 64 << 20, "300 leaked objects would be 2400 MiB"
-    assert fds_after <= fds_before + 2
-    daemon.terminate()
-    assert "Traceback" not in daemon.log
 
 
 def test_a_session_has_a_bound_on_calls_at_a_time(daemon: ThreadedDaemon, client: Client) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -50,51 +48,6 @@ def alice(shared: ThreadedDaemon) -> Iterator[Client]:
 def bob(shared: ThreadedDaemon) -> Iterator[Client]:
     with Client(shared.target, token=TOKENS["bob"]) as client:
         yield client
-
-
-def test_br_024_another_tenants_objects_are_absent_by_every_way_and_present_for_their_owner(
-    shared: ThreadedDaemon, alice: Client, bob: Client, memory: Memory
-) -> None:
-    region = bob.attach(memory).region_id
-    sizes = [len(payload) for payload in PAYLOADS]
-
-    assert bob.lookup(KEYS, lease_ms=60_000) == ([Outcome.ABSENT] * 4, 0)
-    assert bob.get(region, KEYS, [n * 5000 for n in range(4)], sizes) == [Outcome.ABSENT] * 4
-    assert bob.get_stream(KEYS, sizes) == [Outcome.ABSENT] * 4
-    assert bob.delete(KEYS) == [Outcome.ABSENT] * 4
-    assert memory.bytes[:] == bytes(memory.size_bytes)
-    assert (bob.stats().tenant_objects, bob.stats().tenant_used_bytes) == (0, 0)
-
-    with Client(shared.target, token=TOKENS["alice"]) as control:
-        assert control.present(KEYS) == [True] * 4
-        assert control.get_stream(KEYS, sizes) == PAYLOADS
-
-
-def test_br_024_a_key_forged_with_the_owners_digest_in_it_reads_nothing(alice: Client, bob: Client) -> None:
-    physical = tenant_digest("alice") + KEYS[0]
-    for forged in (physical, tenant_digest("alice"), tenant_digest("alice") + b"k"):
-        assert bob.present([forged]) == [False]
-    assert alice.present([KEYS[0]]) == [True]
-
-
-def test_br_024_the_same_key_of_two_tenants_names_two_objects(alice: Client, bob: Client) -> None:
-    assert bob.put_stream(KEYS[:1], [b"mine"]) == [Outcome.OK], "EXISTS would tell that alice has it"
-    assert bob.get_stream(KEYS[:1], [4]) == [b"mine"]
-    assert alice.get_stream(KEYS[:1], [5000]) == PAYLOADS[:1]
-    assert bob.delete(KEYS[:1]) == [Outcome.OK]
-    assert alice.present(KEYS[:1]) == [True]
-
-
-def test_br_024_probes_for_foreign_present_and_absent_keys_take_as_long(alice: Client, bob: Client) -> None:
-    absent = [object_key(number) for number in range(100, 104)]
-    times_s: dict[str, list[float]] = {"foreign": [], "absent": []}
-    for _ in range(300):
-        for name, keys in (("foreign", KEYS), ("absent", absent)):
-            started = time.perf_counter()
-            assert bob.present(keys) == [False] * 4
-            times_s[name].append(time.perf_counter() - started)
-    foreign, missing = (statistics.median(times_s[name]) for name in ("foreign", "absent"))
-    assert 0.7 < foreign / missing < 1.4
 
 
 def test_another_tenants_namespaces_are_not_told(alice: Client, shared: ThreadedDaemon) -> None:

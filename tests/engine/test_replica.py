@@ -224,7 +224,7 @@ def test_what_is_cut_otherwise_is_another_namespace(other: CacheSpec) -> None:
     restored(with_tp(HYBRID, 4), store)
 
 
-def test_latent_attention_is_stored_once_and_shared_by_all_tp_sizes_without_further_settings() -> None:
+def test_br_028_latent_attention_is_stored_once_and_shared_by_all_tp_sizes_without_further_settings() -> None:
     latent = PagedGroup.mla("latent", layers=(0, 1, 2), latent_dim=16, rope_dim=4, dtype="bfloat16")
     spec = CacheSpec("m", "1", (latent,), page_tokens=4)
     store = SharedStore()
