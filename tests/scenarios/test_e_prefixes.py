@@ -61,6 +61,7 @@ def test_br_067_pages_behind_a_hole_are_not_found() -> None:
     live = prefetching(world, prompt(8), without=frozenset({(0, 0), (1, 0)}))
     world.run_all()
     assert world.directory.stats.prefetch_found == 0
+    assert world.directory.stats.skipped == {"lookup.unreachable": 6}
     world.load_whole(live)
     assert loaded_pages(live) == 0
     world.compute(live, pages=8, snapshot=False)
@@ -72,6 +73,27 @@ def test_br_067_pages_behind_a_hole_are_not_found() -> None:
     world.prefetch(again)
     restore(world, again)
     assert loaded_pages(again) == 8  # the writer has filled the hole
+    assert world.directory.stats.skipped == {"lookup.unreachable": 6}
+    world.wind_up()
+
+
+def test_br_067_a_hole_in_the_middle_ends_the_prefix_and_shows_in_the_counts() -> None:
+    """And a hybrid whose last state is missing uses the prefix up to the state before."""
+    world = World((FULL,), l1=16, l2=16, prefetch_l2_share=1.0)
+    live = prefetching(world, prompt(8), without=frozenset({(3, 0)}))
+    world.run_all()
+    assert world.directory.stats.skipped == {"lookup.unreachable": 4}
+    world.load_whole(live)
+    assert loaded_pages(live) == 3
+    world.release(live)
+    world.wind_up()
+    state = len(HYBRID) - 1
+    world = World(HYBRID, l1=16, l2=16, prefetch_l2_share=1.0)
+    live = prefetching(world, prompt(8), without=frozenset({(page, state) for page in range(5, 8)}))
+    world.run_all()
+    assert world.directory.stats.skipped == {"lookup.unreachable": 3 * state}
+    world.load_whole(live)
+    assert loaded_pages(live) == 5
     world.wind_up()
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import grpc
 import pytest
 
 from hicache.backends.file_calls import FileCalls
@@ -97,6 +100,44 @@ def test_br_061_a_restart_keeps_usage_tenants_and_the_order_of_use(rig: Rig) -> 
     assert rig.put(90) == [Outcome.OK]
     assert rig.present(3) == [3]
     assert rig.store.usage().stored_bytes <= CAPACITY_BYTES * 9 // 10
+
+
+def test_br_063_a_daemon_killed_amid_many_stores_removes_what_it_left_tells_how_much_and_counts_the_rest(
+    start: Callable[..., DaemonProcess], folder: Path
+) -> None:
+    clients, page_bytes = 8, 4 << 20
+    removed = 0.0
+    for kill in range(3):
+        daemon = start(backend="file", capacity_bytes=1 << 30, io_threads=8)
+        ready = threading.Semaphore(0)
+
+        def store(first: int, target: str = daemon.target, ready: threading.Semaphore = ready) -> None:
+            with contextlib.suppress(grpc.RpcError, OSError), Client(target) as client:
+                for number in range(first, first + 1000):
+                    client.put_stream([object_key(number)], [payload_of(number, page_bytes)])
+                    ready.release()
+
+        threads = [threading.Thread(target=store, args=(100_000 * kill + 1000 * at,)) for at in range(clients)]
+        for thread in threads:
+            thread.start()
+        for _ in range(2 * clients):
+            assert ready.acquire(timeout=60)
+        daemon.kill()
+        for thread in threads:
+            thread.join(60)
+        store_folder = folder / "store"
+        left = [path for path in (store_folder / "unfinished").rglob("*") if path.is_file() and not path.suffix]
+        daemon = start(backend="file", capacity_bytes=1 << 30)
+        told = scrape(daemon.ready["http"])
+        assert told["hicache_file_orphans_removed_total"] == len(left)
+        removed += len(left)
+        assert not any(path.is_file() for path in (store_folder / "unfinished").rglob("*") if not path.suffix)
+        objects = told["hicache_store_objects"]
+        assert disk_bytes(store_folder / "objects") == pytest.approx(
+            told["hicache_store_used_bytes"], abs=4096 * (objects + 300)
+        )
+        daemon.kill()
+    assert removed > 0, "no kill met a store in the middle"
 
 
 def test_br_063_unfinished_files_of_dead_writers_go_and_those_of_live_ones_stay(directory: Path) -> None:

@@ -15,10 +15,12 @@ import pytest
 
 from hicache.backends.file_settings import FileSettings
 from hicache.backends.file_store import FileBackend
+from hicache.backends.lmdb_env import DATA_NAME
+from hicache.backends.lmdb_slab import SLAB_NAME
 from hicache.backends.lmdb_store import LmdbBackend
 from hicache.outcome import Outcome
 from tests.backends.file_faults import BlockingCalls, CountedCalls, FailingCalls
-from tests.backends.payloads import get, key, payload, put
+from tests.backends.payloads import fill, get, key, payload, put
 from tests.backends.small_files import run_limited
 from tests.backends.tampering import files_under
 from tests.backends.test_file_store import CAPACITY_BYTES, MIB
@@ -233,6 +235,27 @@ def test_br_077_a_key_that_is_twice_in_one_batch_is_stored_once(client: Client, 
     assert outcomes == [Outcome.OK, Outcome.EXISTS]
     assert client.put_stream([KEYS[1], KEYS[1]], [b"same", b"same"]) == [Outcome.OK, Outcome.EXISTS]
     assert client.get_stream([KEYS[0]], [8]) == [b"first..."]
+
+
+@pytest.mark.parametrize("removed", [DATA_NAME, SLAB_NAME])
+def test_br_080_a_store_of_which_one_half_is_gone_starts_empty_and_takes_again_all_it_can(
+    directory: Path, removed: str
+) -> None:
+    backend = LmdbBackend.open(directory, capacity_bytes=4 * MIB)
+    assert len(fill(backend, range(10))) == 4
+    before = backend.store_id
+    backend.close()
+    (directory / removed).unlink()
+    for start in range(2):
+        backend = LmdbBackend.open(directory, capacity_bytes=4 * MIB)
+        assert backend.store_id != before, "its content was lost"
+        assert backend.usage().objects == 4 * start
+        assert [get(backend, key(number), MIB)[0] for number in range(4)] == [Outcome.ABSENT] * 4
+        if start == 0:
+            assert len(fill(backend, range(20, 30))) == 4
+        assert get(backend, key(20), MIB) == (Outcome.OK, payload(20, MIB))
+        assert backend.usage().stored_bytes == 4 * MIB
+        backend.close()
 
 
 def test_br_080_a_damaged_index_record_is_removed_when_the_store_is_opened(directory: Path) -> None:

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from hicache.backends.faulty import Fault, FaultKind
+from hicache.daemon.config import load_config
 from hicache.outcome import Outcome
 from tests.backends.payloads import key
 from tests.backends.small_files import run_limited
@@ -59,6 +60,13 @@ def test_br_087_an_object_that_cannot_be_deleted_does_not_hold_up_the_others(rig
     rig.put(*range(100, 150))
     assert rig.store.stats().eviction_failures <= 2
     assert rig.get(0) is Outcome.OK  # still there, and still known
+
+
+def test_br_082_a_daemon_without_settings_has_a_cap_and_leaves_the_medium_room() -> None:
+    config = load_config(None, {})
+    assert 0 < config.capacity_bytes <= 64 << 30
+    assert 0 < config.free_space_floor_bytes < config.capacity_bytes
+    assert 0 < config.low_watermark < config.high_watermark <= 1
 
 
 def test_br_082_endless_unique_objects_stay_below_the_cap(rig: Rig) -> None:

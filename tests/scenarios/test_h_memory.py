@@ -5,17 +5,17 @@ from __future__ import annotations
 import gc
 import os
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 
-from hicache.errors import ConfigError
+from hicache.errors import ConfigError, SpecError
 from hicache.pools import L2Pool, l2, registration
 from hicache.pools.memory_limits import AvailableMemory, available_memory
 from hicache.sizing import l2_slot_counts
-from hicache.spec import CacheSpec, PagedGroup
+from hicache.spec import CacheSpec, PagedGroup, StateField, StateGroup
 from tests.engine.l2_rig import CudartDouble, FakeRegistrar, mapped_pools, open_memfds
 from tests.engine.specs import as_bytes, fill_with_noise, paged_spec
 from tests.engine.test_l2 import MIB, write_cgroup
@@ -144,3 +144,25 @@ def test_br_094_a_region_that_is_refused_late_leaves_none_pinned(monkeypatch: py
     with pytest.raises(ConfigError, match=r"after 3145728 bytes, for a region of 1048576; RLIMIT_MEMLOCK is"):
         L2Pool(paged_spec(), (1024,), registrar=registrar)
     assert not registrar.regions
+
+
+@pytest.mark.parametrize(
+    ("group", "named"),
+    [
+        (lambda: PagedGroup("ids", (0,), heads=0, head_dim=8, dtype="float32"), r"ids\.heads = 0"),
+        (lambda: PagedGroup("ids", (0,), heads=1, head_dim=0, dtype="float32"), r"ids\.head_dim = 0"),
+        (lambda: StateGroup("ids", (0,), ()), r"ids\.fields = \[\]"),
+        (lambda: StateGroup("ids", (0,), (StateField("x", (0,), "float32"),)), r"x\.shape = \(0,\)"),
+        (
+            lambda: StateGroup("ids", (0,), (StateField("x", (3,), "float32", transient=True),)),
+            r"ids\.fields = \['x'\]: expected at least one field that is not transient",
+        ),
+    ],
+    ids=["no heads", "no width", "no fields", "empty field", "transient only"],
+)
+def test_br_100_a_group_of_which_nothing_is_kept_is_refused_by_name(
+    group: Callable[[], PagedGroup | StateGroup], named: str
+) -> None:
+    """So nothing below a spec ever divides by a size of zero: a pool that only owns ids is no group."""
+    with pytest.raises(SpecError, match=named):
+        group()

@@ -156,6 +156,12 @@ def figures_of(shape: ModelShape, **more: Any) -> dict[str, Any]:
     return make_plan(Settings(model=shape, machine=B300, **more)).as_json()
 
 
+@pytest.mark.parametrize("dtype", ["nvfp4_ds_mla", "int3", "fp8_with_scales"])
+def test_br_093_a_format_that_is_not_known_is_an_error_and_no_guess(dtype: str) -> None:
+    with pytest.raises(ConfigError, match=f"kv_dtype = '{dtype}': expected one of .*fp8_ds_mla"):
+        Settings(model=model("deepseek-v3"), machine=B300, kv_dtype=dtype)
+
+
 def test_br_098_host_memory_is_counted_on_each_node_by_its_own_ranks() -> None:
     """Eight ranks over two nodes: four of them on each, all slots used, as many tokens as on one node."""
     found = {}
