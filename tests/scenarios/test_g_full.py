@@ -62,8 +62,8 @@ def test_br_087_an_object_that_cannot_be_deleted_does_not_hold_up_the_others(rig
     assert rig.get(0) is Outcome.OK  # still there, and still known
 
 
-def test_br_082_a_daemon_without_settings_has_a_cap_and_leaves_the_medium_room() -> None:
-    config = load_config(None, {})
+def test_br_082_a_daemon_without_settings_has_a_cap_and_leaves_the_medium_room(tmp_path: Path) -> None:
+    config = load_config(None, {"socket": str(tmp_path / "s.sock")})
     assert 0 < config.capacity_bytes <= 64 << 30
     assert 0 < config.free_space_floor_bytes < config.capacity_bytes
     assert 0 < config.low_watermark < config.high_watermark <= 1

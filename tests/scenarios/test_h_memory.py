@@ -11,11 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from hicache.errors import ConfigError, SpecError
+from hicache.errors import BackendError, ConfigError, SpecError
 from hicache.pools import L2Pool, l2, registration
 from hicache.pools.memory_limits import AvailableMemory, available_memory
 from hicache.sizing import l2_slot_counts
 from hicache.spec import CacheSpec, PagedGroup, StateField, StateGroup
+from tests.backends.fake_mooncake import FakeMooncake, open_fake
 from tests.engine.l2_rig import CudartDouble, FakeRegistrar, mapped_pools, open_memfds
 from tests.engine.specs import as_bytes, fill_with_noise, paged_spec
 from tests.engine.test_l2 import MIB, write_cgroup
@@ -144,6 +145,21 @@ def test_br_094_a_region_that_is_refused_late_leaves_none_pinned(monkeypatch: py
     with pytest.raises(ConfigError, match=r"after 3145728 bytes, for a region of 1048576; RLIMIT_MEMLOCK is"):
         L2Pool(paged_spec(), (1024,), registrar=registrar)
     assert not registrar.regions
+
+
+class RegistersNothing(FakeMooncake):
+    """A client whose card takes no memory."""
+
+    def register_buffer(self, address: int, size: int, /) -> int:
+        return -800
+
+
+def test_br_094_memory_that_mooncake_does_not_register_stops_the_start_and_names_the_limit() -> None:
+    fake = RegistersNothing()
+    with pytest.raises(BackendError, match=r"\d+ bytes \(code -800\); RLIMIT_MEMLOCK is .*LimitMEMLOCK"):
+        open_fake(fake)
+    assert fake.calls == ["close"]
+    open_fake(FakeMooncake()).close()
 
 
 @pytest.mark.parametrize(
