@@ -157,6 +157,10 @@ class Backend(Protocol):
         """Exact from the moment the backend is open. O(1)."""
         ...
 
+    def numbers(self) -> Iterator[Number]:
+        """What it tells beside what every backend does; never asks the medium, never blocks."""
+        ...
+
     def problem(self) -> str:
         """What is wrong with the medium as a whole, for people; empty: nothing that can be told in a moment."""
         ...

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Literal, TypeAlias
 
-from hicache.backends.base import Backend, GetItem, PutItem, StoredBatch, Usage, WalkedObject
+from hicache.backends.base import Backend, GetItem, Number, PutItem, StoredBatch, Usage, WalkedObject
 from hicache.errors import UsageError
 from hicache.outcome import Outcome
 
@@ -153,6 +153,10 @@ class FaultyBackend:
     def usage(self) -> Usage:
         """See ``Backend.usage``."""
         return self._inner.usage()
+
+    def numbers(self) -> Iterator[Number]:
+        """See ``Backend.numbers``."""
+        return self._inner.numbers()
 
     def problem(self) -> str:
         """See ``Backend.problem``."""

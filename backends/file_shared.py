@@ -22,7 +22,7 @@ from hicache.backends.file_objects import payload_bytes_of
 from hicache.backends.file_peers import Peers
 from hicache.backends.file_settings import FileSettings
 from hicache.backends.file_store import FileBackend
-from hicache.backends.file_writer import remove_dead_writers
+from hicache.backends.file_writer import orphan_number, remove_dead_writers
 from hicache.backends.marker import MARKER_NAME
 from hicache.backends.space import require_floor
 from hicache.errors import ConfigError
@@ -118,8 +118,8 @@ class SharedFileBackend:
         self._set_marks()
 
     def numbers(self) -> Iterator[Number]:
-        """See ``SharedBackend.numbers``: there are none beside what every backend tells."""
-        return iter(())
+        """See ``Backend.numbers``."""
+        yield orphan_number(self.orphans_removed)
 
     # -- what is asked ------------------------------------------------------------------------------------------------
 

@@ -18,6 +18,7 @@ from hicache.backends.base import (
     SCAN_OBJECTS_MAX,
     WALK_OBJECTS_MAX,
     GetItem,
+    Number,
     PutItem,
     StoredBatch,
     Usage,
@@ -31,7 +32,7 @@ from hicache.backends.file_layout import key_of_name, object_path, stored_bytes_
 from hicache.backends.file_objects import ObjectFiles, payload_bytes_of
 from hicache.backends.file_settings import FileSettings
 from hicache.backends.file_spares import SpareFiles
-from hicache.backends.file_writer import WriterFolder, remove_dead_writers
+from hicache.backends.file_writer import WriterFolder, orphan_number, remove_dead_writers
 from hicache.backends.helpers import Helpers
 from hicache.backends.lock import DirectoryLock, opening_alone
 from hicache.backends.marker import current_boot_id, new_marker, read_marker, write_marker
@@ -341,6 +342,10 @@ class FileBackend:
     def usage(self) -> Usage:
         """See ``Backend.usage``."""
         return self.accounts.usage()
+
+    def numbers(self) -> Iterator[Number]:
+        """See ``Backend.numbers``."""
+        yield orphan_number(self.orphans_removed)
 
     def problem(self) -> str:
         """See ``Backend.problem``."""

@@ -11,6 +11,7 @@ import struct
 import threading
 from pathlib import Path
 
+from hicache.backends.base import Number
 from hicache.backends.file_accounts import Counts
 from hicache.backends.file_calls import FileCalls
 from hicache.backends.forks import forget, keep_from_children
@@ -109,6 +110,12 @@ def remove_dead_writers(root: Path) -> int:
     if not root.exists():
         return 0
     return sum(_remove_if_dead(alive) for alive in sorted(root.glob(f"*{ALIVE_SUFFIX}")))
+
+
+def orphan_number(removed: int) -> Number:
+    """So many files that dead writers had not finished were removed here."""
+    description = "Files that killed writers had not finished, removed since start and at it."
+    return Number("hicache_file_orphans_removed", description, removed, is_counter=True)
 
 
 def _remove_if_dead(alive: Path) -> int:

@@ -12,7 +12,16 @@ from typing import TYPE_CHECKING, Self
 
 import lmdb
 
-from hicache.backends.base import UNKNOWN_TAG, GetItem, PutItem, StoredBatch, Usage, WalkedObject, is_storable_key
+from hicache.backends.base import (
+    UNKNOWN_TAG,
+    GetItem,
+    Number,
+    PutItem,
+    StoredBatch,
+    Usage,
+    WalkedObject,
+    is_storable_key,
+)
 from hicache.backends.chunk_ids import CHUNK_IDS_MAX, ChunkIds
 from hicache.backends.helpers import Helpers
 from hicache.backends.lmdb_env import CLOSE_WAIT_S
@@ -313,6 +322,10 @@ class LmdbBackend:
     def usage(self) -> Usage:
         """See ``Backend.usage``."""
         return self._space.usage()
+
+    def numbers(self) -> Iterator[Number]:
+        """See ``Backend.numbers``: none."""
+        return iter(())
 
     def problem(self) -> str:
         """See ``Backend.problem``."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -66,7 +67,12 @@ class Link:
         code = client.register_buffer(self._staging.address, self._staging.size_bytes)
         if code != 0:
             client.close()
-            raise BackendError(f"Mooncake does not register {self._staging.size_bytes} bytes (code {code})")
+            limit_bytes = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+            limit = "unlimited" if limit_bytes == resource.RLIM_INFINITY else f"{limit_bytes} bytes"
+            raise BackendError(
+                f"Mooncake does not register {self._staging.size_bytes} bytes (code {code}); RLIMIT_MEMLOCK "
+                f"is {limit}: raise it (ulimit -l, LimitMEMLOCK= in systemd, --ulimit memlock in containers)"
+            )
         self._questions = BoundedCalls("mooncake-question", threads=QUESTION_THREADS)
         self._transfers = BoundedCalls("mooncake-transfer", threads=TRANSFER_THREADS)
 

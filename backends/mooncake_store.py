@@ -342,7 +342,7 @@ class MooncakeBackend:
         raise ConfigError("capacity_bytes", capacity_bytes, "no capacity for mooncake, whose nodes have their own")
 
     def numbers(self) -> Iterator[Number]:
-        """See ``SharedBackend.numbers``."""
+        """See ``Backend.numbers``."""
         return mooncake_numbers(self._link, self._put_breaker.status())
 
     def close(self) -> None:

@@ -133,6 +133,10 @@ class RamTier:
         """Of the backend."""
         return self._inner.usage()
 
+    def numbers(self) -> Iterator[Number]:
+        """See ``Backend.numbers``."""
+        return self._inner.numbers()
+
     def problem(self) -> str:
         """See ``Backend.problem``."""
         return self._inner.problem()

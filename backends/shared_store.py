@@ -27,10 +27,6 @@ class SharedBackend(Backend, Protocol):
         """
         ...
 
-    def numbers(self) -> Iterator[Number]:
-        """How it stands with the store that is shared; never asks it, never blocks."""
-        ...
-
 
 class SharedStore:
     """What ObjectStore is for a backend of one daemon, without an index and without eviction. Thread-safe.
@@ -201,7 +197,7 @@ class SharedStore:
         self._backend.resize(capacity_bytes, floor_bytes=0)
 
     def numbers(self) -> Iterator[Number]:
-        """See ``SharedBackend.numbers``."""
+        """See ``Backend.numbers``."""
         return self._backend.numbers()
 
     def close(self) -> None:

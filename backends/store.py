@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from hicache.backends.base import Backend, GetItem, PutItem, Usage, WalkedObject
+from hicache.backends.base import Backend, GetItem, Number, PutItem, Usage, WalkedObject
 from hicache.backends.catalog import Catalog, Read, tenant_of
 from hicache.backends.events import Removal, Subscription
 from hicache.backends.eviction import Evictor
@@ -303,6 +303,10 @@ class ObjectStore:
         self._evictor.set_capacity(capacity_bytes, objects_max=self._objects_max)
         with self._lock:
             self._catalog.set_capacity(capacity_bytes)
+
+    def numbers(self) -> Iterator[Number]:
+        """See ``Backend.numbers``."""
+        return self._backend.numbers()
 
     def problem(self) -> str:
         """See ``Backend.problem``."""

@@ -29,7 +29,7 @@ class Identity:
     """What a welcome tells of this daemon."""
 
     version: str
-    store_id: bytes
+    store_id: Callable[[], bytes]  # as it is at the time: a store that others share may be made anew
     bulk_port: int = 0  # over TCP; 0: there is none
 
 
@@ -113,7 +113,7 @@ class Hellos:
             bulk_socket=self._config.bulk_socket if is_local else "",
             bulk_port=0 if is_local else self._identity.bulk_port,
             limits=self._limits(),
-            store_id=self._identity.store_id,
+            store_id=self._identity.store_id(),
             namespace_differs=differences,
             daemon_version=self._identity.version,
         )

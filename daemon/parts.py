@@ -14,7 +14,6 @@ import structlog
 from aiohttp import web
 
 from hicache.backends.namespaces import NamespaceNames
-from hicache.backends.shared_store import SharedStore
 from hicache.daemon.acceptor import BACKLOG
 from hicache.daemon.admin_api import AdminApi
 from hicache.daemon.bulk_calls import BulkCalls
@@ -147,8 +146,7 @@ def measure_storage(metrics: Metrics, storage: Storage, opened: OpenedStore, ten
     metrics.registry.register(Readings((*thread_readings(storage), *of_store)))
     metrics.registry.register(Readings(tenant_readings(snapshot, metrics.tenant_labels)))
     metrics.registry.register(Readings(window_readings(metrics.ceiling)))
-    if isinstance(opened.store, SharedStore):
-        metrics.registry.register(BackendNumbers(opened.store.numbers))
+    metrics.registry.register(BackendNumbers(opened.store.numbers))
     return snapshot
 
 

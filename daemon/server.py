@@ -139,7 +139,8 @@ class Daemon:
         bulk, bulk_listen = start_bulk(
             config, listeners, sessions, transfers, self.metrics, stages, tls=tls, peer_tickets=peer_tickets
         )
-        identity = Identity(daemon_version(), opened.store_id, bulk_listen.port if bulk_listen else 0)
+        bulk_port = bulk_listen.port if bulk_listen else 0
+        identity = Identity(daemon_version(), lambda: storage.store.store_id, bulk_port)
         recorders = Recorders()
         open_recorder(config, recorders, stages)
         hellos = Hellos(config, identity, tenants, sessions, names, peer_tickets)

@@ -31,7 +31,6 @@ from hicache.admin.status import (
 )
 from hicache.admin.status import History as HistoryMessage
 from hicache.backends.base import Number, Usage
-from hicache.backends.shared_store import SharedStore
 from hicache.backends.store_stats import StoreStats, TenantStats
 from hicache.ceiling import CeilingReading
 from hicache.daemon.counts import METHODS_BY_KIND, Counts, Reason, read_counts
@@ -65,8 +64,7 @@ class Parts:
 
     def backend_numbers(self) -> Iterable[Number]:
         """What the backend tells beside what every backend has."""
-        store = self.storage.store
-        return store.numbers() if isinstance(store, SharedStore) else ()
+        return self.storage.store.numbers()
 
 
 @dataclass(frozen=True, slots=True)

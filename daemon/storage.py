@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
-from hicache.backends.base import GetItem, PutItem, Usage, WalkedObject
+from hicache.backends.base import GetItem, Number, PutItem, Usage, WalkedObject
 from hicache.backends.events import Subscription
 from hicache.backends.store_stats import StoreStats, TenantStats
 from hicache.backends.tenant_limits import StoreLimits
@@ -95,6 +95,10 @@ class Store(Protocol):
 
     def resize(self, capacity_bytes: int) -> None:
         """Another capacity; raises ConfigError or BackendError and keeps the old one where it cannot be."""
+        ...
+
+    def numbers(self) -> Iterator[Number]:
+        """What its backend tells about itself beside what every backend does."""
         ...
 
     def problem(self) -> str:

@@ -37,6 +37,7 @@ REASONS: dict[str, Reason] = {
     "backup.no_host_capacity": Reason("L2 had no room for it"),
     "backup.unreachable": Reason("its parent, or its attention, is in no lower tier"),
     "store.unreachable_in_l3": Reason("L3 lacks its parents"),
+    "lookup.unreachable": Reason("L3 has it behind a page, window or state that it lacks"),
     "snapshot.no_device_capacity": Reason("L1 had no room for a snapshot"),
     "load.gone": Reason("it was gone when it was to be loaded"),
     "promise.expired": Reason("nobody came back for what was kept"),

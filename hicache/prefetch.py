@@ -160,6 +160,8 @@ class Prefetcher:
         prefetch.base_pages = base
         prefetch.planned_pages = max(base, self._fetch_longest(prefetch, worth, local))
         self._stats.prefetch_found += (found - base) * self._limits.page_tokens
+        if unreachable := sum(there.bit_count() for there in prefetch.remote[found:]):
+            self._stats.skipped["lookup.unreachable"] += unreachable
         self._stats.prefetch_in_flight += (prefetch.planned_pages - base) * self._limits.page_tokens
         self._drop(found - wanted, "faster_computed")
         self._drop(wanted - prefetch.planned_pages, "no_host_capacity")

@@ -37,7 +37,7 @@ METRICS = (
     Metric("prefetch_declined", ("reason",), "Requests for which L3 was not asked"),
     Metric("objects", ("leg", "outcome"), "Objects that went, or did not go, over a leg of the store"),
     Metric("bytes", ("leg",), "Payload bytes that went over a leg of the store"),
-    Metric("skipped", ("reason",), "Writes and state snapshots that were not made"),
+    Metric("skipped", ("reason",), "Writes and state snapshots that were not made, and objects of no use"),
     Metric("lost_tokens", ("place",), "Tokens evicted before they were written down, by tier and group"),
     Metric(
         "requests_uncached",

@@ -39,7 +39,9 @@ class DirectoryStats:
     prefetch_probes: int = 0  # fetches for nobody, to learn whether loading has begun to pay
     objects: Counter[str] = field(default_factory=Counter)  # "<leg>.<outcome>", such as "fetch.corrupt"
     bytes_moved: Counter[str] = field(default_factory=Counter)  # payload bytes of the objects that went well, by leg
-    skipped: Counter[str] = field(default_factory=Counter)  # backups and snapshots not taken, by reason
+    skipped: Counter[str] = field(
+        default_factory=Counter
+    )  # backups and snapshots not taken, objects of no use, by reason
     tokens_lost: Counter[str] = field(default_factory=Counter)  # evicted unwritten, by "<tier>.<group>"
     snapshots_thinned: int = 0  # boundaries whose snapshot went because its path had too many
     ranks_lost: dict[int, str] = field(default_factory=dict)  # why, by rank

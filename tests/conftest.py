@@ -15,7 +15,7 @@ from hypothesis import settings
 if TYPE_CHECKING:
     from tests.core.small_engine import Make, SmallEngine
 
-pytest.register_assert_rewrite("tests.backends.payloads")  # tests of other folders import it, too
+pytest.register_assert_rewrite("tests.backends.payloads", "tests.backends.store_rig")  # other folders import them, too
 
 # How long an example takes says nothing about whether it is right.
 settings.register_profile("no_deadline", deadline=None)

@@ -11,8 +11,9 @@ from hicache.costs.machine import GIB
 from hicache.errors import ConfigError
 from hicache.plan.capacity import work_out
 from hicache.plan.lengths import LengthMix
-from hicache.plan.ratio import solve
+from hicache.plan.ratio import Solved, solve
 from hicache.plan.settings import Settings
+from hicache.plan.vllm_pool import sequences_max
 
 CHANGES_MAX = 3  # settings that one proposal changes
 PROPOSALS_MAX = 3  # of each kind
@@ -20,7 +21,7 @@ GPU_FACTORS = (2, 4, 8, 16)
 GPUS_MAX = 1024
 MEMORY_MAX_GIB = 1 << 20
 LENGTH_STEPS = 20
-RUNNING_AUTO_MIN = 2048  # what an engine may keep to by itself: formulas.RUNNING_AUTO
+RUNNING_AUTO_MIN = 2048  # what SGLang may keep to by itself: formulas.RUNNING_AUTO
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,15 +87,25 @@ def _tried(settings: Settings, fields: dict[str, Any]) -> tuple[tuple[str, ...],
         changed = replace(settings, **fields)
     except ConfigError:  # this model cannot be cut so
         return None
+    flags: tuple[str, ...] = ()
     found = work_out(changed)
-    if found.concurrent_requests < wanted(changed) and changed.model.recurrence:
+    can_have_slots = changed.model.recurrence and changed.engine == "sglang" and fields.get("state_slots") is None
+    if found.concurrent_requests < wanted(changed) and can_have_slots:
         slots = wanted(changed) * found.pools.slots_per_request * changed.dp
         found = work_out(replace(changed, state_slots=slots))
-        fields = {**fields, "state_slots": slots}
+        flags = (f"--state-slots {slots}",)
     if found.concurrent_requests < wanted(changed):
         return None
-    flags = () if fields.get("state_slots") is None else (f"--state-slots {fields['state_slots']}",)
     return flags, found.concurrent_requests * changed.dp
+
+
+def _best_shares(settings: Settings, solved: Solved) -> Change:
+    """The solved ratio, or as many state slots where their number was given: it wins over any ratio."""
+    if settings.state_slots is None:
+        return Change(f"--ratio {solved.ratio:g}", {"ratio": solved.ratio})
+    at_ratio = work_out(replace(settings, ratio=solved.ratio, state_slots=None))
+    slots = at_ratio.pools.state_slots * settings.dp
+    return Change(f"--state-slots {slots}", {"state_slots": slots})
 
 
 def _settings_changes(settings: Settings) -> list[Change]:
@@ -106,7 +117,7 @@ def _settings_changes(settings: Settings) -> list[Change]:
     if settings.model.recurrence and settings.engine == "sglang":
         solved = solve(settings)
         if solved is not None:
-            changes.append(Change(f"--ratio {solved.ratio:g}", {"ratio": solved.ratio, "state_slots": None}))
+            changes.append(_best_shares(settings, solved))
         if settings.radix_cache and settings.strategy == "extra_buffer" and settings.overlap:
             changes.append(Change("--strategy extra_buffer_lazy", {"strategy": "extra_buffer_lazy"}))
         if settings.radix_cache and not settings.skip_decode_lock:
@@ -114,8 +125,7 @@ def _settings_changes(settings: Settings) -> list[Change]:
         if settings.draft_tokens > 1 and not settings.replay_ring:
             changes.append(Change("--replay-ring", {"replay_ring": True}))
     asked = settings.concurrency or 0
-    limit = RUNNING_AUTO_MIN * settings.dp if settings.max_running_requests is None else settings.max_running_requests
-    if limit < asked:
+    if _running_limit(settings) < asked:
         changes.append(Change(f"--max-running-requests {asked}", {"max_running_requests": asked}))
     if settings.model.recurrence and settings.state_dtype == "float32":
         changes.append(Change("--state-dtype bfloat16", {"state_dtype": "bfloat16"}))
@@ -124,6 +134,13 @@ def _settings_changes(settings: Settings) -> list[Change]:
     if settings.dcp < settings.tp and not settings.model.window_attention:
         changes.append(Change(f"--dcp {settings.tp}", {"dcp": settings.tp}))
     return changes
+
+
+def _running_limit(settings: Settings) -> int:
+    """Requests that the engine admits over all DP ranks: those it is told, or its own least default."""
+    if settings.max_running_requests is not None:
+        return settings.max_running_requests
+    return (sequences_max(settings.machine) if settings.engine == "vllm" else RUNNING_AUTO_MIN) * settings.dp
 
 
 def _hardware_changes(settings: Settings) -> list[Change]:
@@ -141,10 +158,10 @@ def _hardware_changes(settings: Settings) -> list[Change]:
 def _smaller_requests(settings: Settings) -> Iterator[Proposal]:
     """The concurrency that fits, the lengths that fit, and the memory that would do."""
     solved = solve(settings)
-    ratio = () if solved is None else (f"--ratio {solved.ratio:g}",)
+    shares = () if solved is None else (_best_shares(settings, solved).label,)
     most = max(work_out(settings).concurrent_requests, solved.requests if solved else 0)
     if most:
-        yield Proposal((f"--concurrency {most * settings.dp}", *ratio), most * settings.dp)
+        yield Proposal((f"--concurrency {most * settings.dp}", *shares), most * settings.dp)
     factor = _longest_factor(settings)
     if factor:
         lengths = settings.lengths.scaled(factor)

@@ -374,6 +374,24 @@ class BackendContract:
         assert backend.usage().objects == len(told)
         assert backend.usage().payload_bytes == sum(stored.size_bytes for stored in told)
 
+    def test_a_walk_tells_namespaces_in_an_order_that_stays(self, reopen: Opener) -> None:
+        backend = reopen()
+        for number in range(30):
+            item = PutItem(key(number), memoryview(payload(number, 10 + number)), number % 3)
+            assert backend.put([item]) == [Outcome.OK]
+        walked = [found for batch in backend.walk() for found in batch]
+        assert {found.key: (found.size_bytes, found.namespace_tag) for found in walked} == {
+            key(number): (10 + number, number % 3) for number in range(30)
+        }
+        assert len(walked) == 30
+        backend = reopen()
+        again = [found.key for batch in backend.walk(after=walked[11].key) for found in batch]
+        assert again == [found.key for found in walked[12:]]
+        backend.delete([walked[20].key])
+        again = [found.key for batch in backend.walk(after=walked[20].key) for found in batch]
+        assert again == [found.key for found in walked[21:]], "behind a key that is gone"
+        assert list(backend.walk(after=walked[-1].key)) in ([], [[]])
+
 
 def _run_threads(actions: list[Callable[[], None]]) -> None:
     """Run each in its thread; raise what one of them raised."""
@@ -393,21 +411,3 @@ def _run_threads(actions: list[Callable[[], None]]) -> None:
     assert not any(thread.is_alive() for thread in threads)
     if errors:
         raise errors[0]
-
-    def test_a_walk_tells_namespaces_in_an_order_that_stays(self, reopen: Opener) -> None:
-        backend = reopen()
-        for number in range(30):
-            item = PutItem(key(number), memoryview(payload(number, 10 + number)), number % 3)
-            assert backend.put([item]) == [Outcome.OK]
-        walked = [found for batch in backend.walk() for found in batch]
-        assert {found.key: (found.size_bytes, found.namespace_tag) for found in walked} == {
-            key(number): (10 + number, number % 3) for number in range(30)
-        }
-        assert len(walked) == 30
-        backend = reopen()
-        again = [found.key for batch in backend.walk(after=walked[11].key) for found in batch]
-        assert again == [found.key for found in walked[12:]]
-        backend.delete([walked[20].key])
-        again = [found.key for batch in backend.walk(after=walked[20].key) for found in batch]
-        assert again == [found.key for found in walked[21:]], "behind a key that is gone"
-        assert list(backend.walk(after=walked[-1].key)) in ([], [[]])

@@ -5,21 +5,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
 import threading
 from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 
 import pytest
 
 from hicache.backends.file_calls import FileCalls
 from hicache.backends.file_layout import FAN_OUT, HEADER_BYTES, ObjectHeader, decode_header, key_of_name, object_path
-from hicache.backends.file_settings import FileSettings
 from hicache.backends.file_store import FileBackend
-from hicache.backends.file_writer import WriterFolder, remove_dead_writers
+from hicache.backends.file_writer import WriterFolder
 from hicache.outcome import Outcome
-from tests.backends.file_faults import BlockingCalls, CountedCalls, FailingCalls
+from tests.backends.file_faults import BlockingCalls, FailingCalls
 from tests.backends.payloads import get, key, payload, put, scanned
 from tests.backends.tampering import files_under
 
@@ -44,58 +41,6 @@ def files_of(directory: Path) -> list[Path]:
     """Objects and unfinished files."""
     unfinished = [path for path in files_under(directory / "unfinished") if path.suffix != ".alive"]
     return files_under(directory / "objects") + unfinished
-
-
-BACKENDS = [FileSettings(), FileSettings(fsync=True), FileSettings(shared=True)]
-
-
-@pytest.mark.parametrize("settings", BACKENDS, ids=["alone", "fsync", "shared"])
-@pytest.mark.parametrize("is_recycled", [False, True], ids=["new", "recycled"])
-@pytest.mark.parametrize(
-    ("error", "outcome"),
-    [(errno.EIO, Outcome.IO_ERROR), (errno.ENOSPC, Outcome.NO_SPACE), (errno.EDQUOT, Outcome.NO_SPACE)],
-)
-def test_br_074_a_put_that_fails_at_any_call_leaves_no_trace(
-    directory: Path, settings: FileSettings, is_recycled: bool, error: int, outcome: Outcome
-) -> None:
-    calls = CountedCalls()
-    content = payload(1, 3 << 20)  # three segments and the header are four writes
-    for at in count():
-        backend = FileBackend.open(directory / str(at), capacity_bytes=CAPACITY_BYTES, settings=settings, calls=calls)
-        if is_recycled:
-            put(backend, (key(1), content))
-            backend.delete([key(1)])
-        calls.made.clear()
-        calls.at, calls.error = at, error
-        outcomes = put(backend, (key(1), content))
-        calls.at = None
-        if outcomes == [Outcome.OK]:
-            assert at == len(calls.made)
-            backend.close()
-            break
-        _require_no_trace(backend, directory / str(at), outcomes == [outcome], is_recycled)
-        assert put(backend, (key(1), content)) == [Outcome.OK]
-        assert get(backend, key(1), len(content)) == (Outcome.OK, content)
-        backend.close()
-        shutil.rmtree(directory / str(at))
-    assert at >= 7
-
-
-def _require_no_trace(backend: FileBackend, directory: Path, is_expected: bool, is_recycled: bool) -> None:
-    assert is_expected
-    assert backend.usage().objects == backend.usage().stored_bytes == 0
-    assert backend.contains([key(1)]) == [False]
-    assert files_under(directory / "objects") == []
-    left = [path for path in files_under(directory / "unfinished") if path.suffix != ".alive"]
-    assert sum(path.stat().st_size for path in left) == backend.spares.total_bytes + 4096 * len(left)
-
-
-@pytest.mark.parametrize("at", range(4))
-def test_br_074_a_short_write_is_completed(backend: FileBackend, calls: FailingCalls, at: int) -> None:
-    content = payload(1, 3 << 20)
-    calls.arm("write", at, is_short=True)
-    assert put(backend, (key(1), content)) == [Outcome.OK]
-    assert get(backend, key(1), len(content)) == (Outcome.OK, content)
 
 
 @pytest.mark.parametrize("at", range(2))
@@ -192,51 +137,6 @@ def test_a_file_that_is_being_read_is_not_written_again(directory: Path) -> None
     backend.close()
 
 
-def test_br_078_an_object_is_absent_until_it_is_complete_and_readers_block_no_writer(directory: Path) -> None:
-    calls = BlockingCalls("write")
-    backend = FileBackend.open(directory, capacity_bytes=CAPACITY_BYTES, calls=calls)
-    content = payload(1, 3 * MIB)
-    writer = threading.Thread(target=put, args=(backend, (key(1), content)))
-    writer.start()
-    assert calls.is_midway.wait(timeout=30)
-    for _ in range(10):
-        assert backend.contains([key(1)]) == [False]
-        assert get(backend, key(1), len(content))[0] is Outcome.ABSENT
-    calls.go_on.set()
-    writer.join(timeout=30)
-    assert get(backend, key(1), len(content)) == (Outcome.OK, content)
-    backend.close()
-
-
-def test_br_063_unfinished_files_of_dead_writers_go_and_those_of_live_ones_stay(directory: Path) -> None:
-    unfinished = directory / "unfinished"
-    unfinished.mkdir(parents=True)
-    live = WriterFolder(unfinished, FileCalls())
-    Path(live.new_path()).write_bytes(b"half an object")
-    for number in range(3):
-        (unfinished / "4711-dead").mkdir(exist_ok=True)
-        (unfinished / "4711-dead" / str(number)).write_bytes(b"half an object")
-    (unfinished / "4711-dead.alive").touch()
-    (unfinished / "4712-dead.alive").touch()  # killed before it had a folder
-    assert remove_dead_writers(unfinished) == 3
-    assert [path.name for path in files_under(unfinished) if path.suffix != ".alive"] == ["0"]
-    live.close()
-    live.close()
-    assert list(unfinished.iterdir()) == []
-
-
-def test_br_063_opening_a_store_removes_orphans_and_counts_them(directory: Path) -> None:
-    FileBackend.open(directory, capacity_bytes=CAPACITY_BYTES).close()
-    (directory / "unfinished" / "1-dead").mkdir(parents=True)
-    (directory / "unfinished" / "1-dead" / "0").write_bytes(bytes(50_000))
-    (directory / "unfinished" / "1-dead.alive").touch()
-    backend = FileBackend.open(directory, capacity_bytes=CAPACITY_BYTES)
-    assert backend.orphans_removed == 1
-    assert files_of(directory) == []
-    assert backend.usage().stored_bytes == 0
-    backend.close()
-
-
 def test_a_writer_holds_its_lock_as_long_as_it_lives(tmp_path: Path) -> None:
     writer = WriterFolder(tmp_path, FileCalls())
     assert list(tmp_path.iterdir()) == []
@@ -259,16 +159,6 @@ def test_files_that_are_none_of_ours_are_neither_told_nor_touched(directory: Pat
     assert backend.usage().objects == 1
     backend.close()
     assert (folder / "README.md").exists()
-
-
-def test_br_066_a_file_of_another_format_is_corrupt_and_dropped(directory: Path) -> None:
-    backend = FileBackend.open(directory, capacity_bytes=CAPACITY_BYTES)
-    put(backend, (key(1), b"ours"))
-    with open(object_path(str(directory / "objects"), key(1)), "r+b") as file:
-        file.write(b"HICACHE9")
-    assert get(backend, key(1), 4)[0] is Outcome.CORRUPT
-    assert backend.contains([key(1)]) == [False]
-    backend.close()
 
 
 def test_a_file_removed_by_hand_is_absent(directory: Path) -> None:

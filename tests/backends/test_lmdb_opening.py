@@ -28,26 +28,6 @@ def marker_of(directory: Path) -> StoreMarker:
     return msgspec.json.decode((directory / MARKER_NAME).read_bytes(), type=StoreMarker)
 
 
-def test_br_080_a_damaged_index_record_is_removed_when_the_store_is_opened(directory: Path) -> None:
-    backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
-    put(backend, (key(1), payload(1, MIB)), (key(2), payload(2, MIB)))
-    backend.close()
-    _change_record(directory, key(1), lambda raw: raw[:9] + bytes([raw[9] ^ 1]) + raw[10:])
-    backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
-    assert backend.contains([key(1), key(2)]) == [False, True]
-    assert backend.usage().stored_bytes == backend.stored_bytes(MIB)
-    backend.close()
-
-
-def test_br_080_a_record_damaged_while_the_store_is_open_is_corrupt_and_dropped(backend: LmdbBackend) -> None:
-    put(backend, (key(1), payload(1, 1000)))
-    with backend._files.env.write() as txn:
-        txn.put(key(1), b"no record", db=backend._files.env.index)
-    assert get(backend, key(1), 1000)[0] is Outcome.CORRUPT
-    assert backend.contains([key(1)]) == [False]
-    assert backend.usage().objects == 0
-
-
 def test_two_records_that_claim_one_chunk_lose_the_second(directory: Path) -> None:
     backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
     put(backend, (b"a", payload(1, MIB)), (b"b", payload(2, MIB)))
@@ -64,7 +44,7 @@ def test_two_records_that_claim_one_chunk_lose_the_second(directory: Path) -> No
     backend.close()
 
 
-def _change_record(directory: Path, name: bytes, change: object) -> None:
+def change_record(directory: Path, name: bytes, change: object) -> None:
     with open_raw(directory) as env, env.begin(write=True) as txn:
         index = env.open_db(b"index", txn=txn)
         raw = txn.get(name, b"", db=index)
@@ -191,7 +171,7 @@ def test_a_store_in_which_damaged_records_are_removed_is_in_use_before_that(
     backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
     put(backend, (b"a", b"good"), (b"b", b"damaged"))
     backend.close()
-    _change_record(directory, b"b", lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]))
+    change_record(directory, b"b", lambda raw: raw[:-1] + bytes([raw[-1] ^ 1]))
     seen: list[bool] = []
     write = LmdbEnvironment.write
 

@@ -72,41 +72,6 @@ def test_an_eviction_looks_at_few_objects_under_the_lock_and_finds_what_is_behin
     assert rig.present(*range(50)) == list(range(50))
 
 
-@pytest.mark.parametrize("are_large_old", [True, False])
-def test_br_087_mixed_sizes_free_what_is_needed_within_one_object(rig: Rig, are_large_old: bool) -> None:
-    large = 512 * KIB - 4 * KIB
-
-    def put_large() -> None:
-        for number in range(1000, 1007):
-            assert rig.put(number, size=large) == [Outcome.OK]
-
-    def put_small() -> None:
-        for number in range(30):
-            assert rig.put(number) == [Outcome.OK]
-
-    for step in (put_large, put_small) if are_large_old else (put_small, put_large):
-        step()
-    rig.put(2000)
-    assert rig.store.stats().evictions == 0
-    rig.put(2001, size=large)
-    stored = rig.store.usage().stored_bytes
-    one_object = 512 * KIB if are_large_old else 64 * KIB
-    assert CAPACITY_BYTES * 8 // 10 - one_object < stored <= CAPACITY_BYTES * 8 // 10
-
-
-def test_br_087_an_object_that_cannot_be_deleted_does_not_hold_up_the_others(rig: Rig) -> None:
-    fill(rig)
-    stuck = frozenset({key(0)})
-    rig.faulty.arm("delete", Fault(FaultKind.EIO, keys=stuck))
-    assert rig.put(90) == [Outcome.OK]
-    assert rig.store.usage().stored_bytes == CAPACITY_BYTES * 8 // 10
-    assert rig.present(*range(13)) == [0, 12]
-    assert rig.store.stats().eviction_failures == 1
-    rig.put(*range(100, 150))
-    assert rig.store.stats().eviction_failures <= 2
-    assert rig.get(0) is Outcome.OK  # still there, and still known
-
-
 def test_when_nothing_can_be_deleted_puts_go_on_to_the_capacity_and_then_find_no_space(rig: Rig) -> None:
     fill(rig)
     rig.faulty.arm("delete", Fault(FaultKind.EIO))
@@ -142,30 +107,6 @@ def test_a_medium_that_others_have_filled_does_not_cost_the_objects_that_are_the
     rig.faulty.arm("put", Fault(FaultKind.ENOSPC, times=1))
     assert rig.put(50) == [Outcome.OK], "it does not evict when that is of use again"
     assert rig.store.stats().evictions == evicted + 1
-
-
-def test_br_082_endless_unique_objects_stay_below_the_cap(rig: Rig) -> None:
-    for number in range(0, 1000, 5):  # ten times the capacity
-        assert rig.put(*range(number, number + 5)) == [Outcome.OK] * 5
-        assert rig.store.usage().stored_bytes <= CAPACITY_BYTES * 9 // 10
-    assert rig.present(999) == [999]
-
-
-def test_br_082_at_the_free_space_floor_the_store_shrinks_and_then_refuses(
-    rig: Rig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fill(rig, 10)
-    floor = 1 << 40
-    free = floor + 64 * KIB  # what the rest of the machine leaves
-    used_then = rig.files.usage().stored_bytes
-    rig.store._evictor._floor_bytes = floor
-    monkeypatch.setattr(rig.faulty, "free_bytes", lambda: free + used_then - rig.files.usage().stored_bytes)
-    assert rig.put(50) == [Outcome.OK]
-    assert rig.put(51) == [Outcome.OK]
-    assert rig.store.stats().evictions == 1  # the second one needed the place of another
-    free = floor - 100 * MIB
-    assert rig.put(52) == [Outcome.NO_SPACE]
-    assert rig.get(52) is Outcome.ABSENT
 
 
 def test_an_object_above_the_limit_is_too_large_and_evicts_nothing(rig: Rig) -> None:

@@ -9,22 +9,8 @@ import pytest
 from hicache.backends.faulty import Fault, FaultKind
 from hicache.backends.recency_writer import TOUCH_INTERVAL_S
 from hicache.outcome import Outcome
-from tests.backends.payloads import TENANT, key, scanned
-from tests.backends.store_rig import CAPACITY_BYTES, Rig, fill
-
-
-def test_br_061_a_restart_keeps_usage_tenants_and_the_order_of_use(rig: Rig) -> None:
-    fill(rig)
-    rig.clock.now_s = 4_000_000_000.0
-    rig.store.lookup([key(3)])
-    usage, tenants = rig.store.usage(), rig.store.tenant_usage(TENANT)
-    rig.store.close()
-    rig.open()
-    assert rig.store.usage() == usage
-    assert rig.store.tenant_usage(TENANT) == tenants
-    assert rig.put(90) == [Outcome.OK]
-    assert rig.present(3) == [3]
-    assert rig.store.usage().stored_bytes <= CAPACITY_BYTES * 9 // 10
+from tests.backends.payloads import key, scanned
+from tests.backends.store_rig import Rig, fill
 
 
 def test_recency_is_written_at_most_once_per_interval(rig: Rig) -> None:

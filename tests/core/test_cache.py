@@ -144,15 +144,6 @@ def test_extras_are_part_of_what_a_prompt_is(make: Make) -> None:
     assert engine.serve(prompt(4), extras={"lora": "x"}).tokens == 4 * PAGE
 
 
-def test_br_062_engines_of_another_revision_share_nothing(make: Make) -> None:
-    objects: Objects = {}
-    writer = make(objects=objects, revision="v1")
-    writer.serve(prompt(4))
-    writer.settle()
-    assert make(objects=objects, revision="v2").serve(prompt(4)).tokens == 0
-    assert make(objects=objects, revision="v1").serve(prompt(4)).tokens == 4 * PAGE
-
-
 @pytest.mark.parametrize("tokens", [[1.5], "abc", [[1]], None, [True]], ids=repr)
 def test_a_prompt_that_is_no_list_of_token_ids_is_refused(tokens: object, make: Make) -> None:
     engine = make(objects={})

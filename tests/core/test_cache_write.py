@@ -5,14 +5,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from hicache.cache import HiCache
 from hicache.errors import ConfigError
-from hicache.outcome import Outcome
 from hicache.policies.write import WriteBack
 from hicache.spec import CacheSpec
 from tests.core.memory_l3 import Objects
@@ -76,34 +74,6 @@ def test_a_flush_says_whether_everything_that_was_to_be_written_is(policy: str, 
     written = {"write_through": 4, "write_through_selective": 0, "write_back": 4}[policy] * len(HYBRID)
     assert len(engine.l3.objects) == written
     assert engine.cache.flush(timeout_s=0)
-
-
-@pytest.mark.parametrize("outcome", [Outcome.NO_SPACE, Outcome.REFUSED, Outcome.UNAVAILABLE, Outcome.IO_ERROR])
-def test_br_073_a_flush_that_l3_refuses_says_so_loses_nothing_and_can_be_done_again(
-    outcome: Outcome, make: Make
-) -> None:
-    engine = make(objects={}, write_policy="write_back")
-    assert engine.l3 is not None
-    engine.serve(prompt(4))
-    engine.l3.fault = lambda operation, key: outcome if operation == "put" else None
-    assert not engine.cache.flush(timeout_s=DEADLINE_S)
-    assert engine.l3.objects == {}
-    assert engine.cache.stats.tokens_lost == {}
-    assert engine.serve(prompt(4)).tokens == 4 * PAGE
-    engine.l3.fault = lambda operation, key: None
-    assert engine.cache.flush(timeout_s=DEADLINE_S)
-    assert len(engine.l3.objects) == 4 * len(HYBRID)
-
-
-def test_br_073_a_flush_and_a_close_end_at_their_deadline_whatever_l3_does(make: Make) -> None:
-    engine = make(objects={}, write_policy="write_back")
-    assert engine.l3 is not None
-    engine.serve(prompt(4))
-    engine.l3.gates["put"].clear()
-    assert not engine.cache.flush(timeout_s=0.05)
-    with ThreadPoolExecutor(1) as threads:
-        threads.submit(engine.cache.close, flush_timeout_s=0.05).result(DEADLINE_S)
-    assert engine.l3.objects == {}
 
 
 def test_a_close_writes_what_write_back_has_left_and_the_next_engine_finds_it(make: Make) -> None:

@@ -13,10 +13,9 @@ from hicache.node import Node, Tier
 from hicache.outcome import Outcome
 from hicache.policies.facts import SuffixFacts
 from hicache.policies.write import WriteBack, WriteThroughSelective
-from hicache.spec import Group
 from tests.core.simulated_executor import Fault, failing, no_fault
 from tests.core.situations import HYBRID, evict_all, prompt
-from tests.core.world import FULL, MODELS, PAGE, POLICIES, WINDOW, Live, World
+from tests.core.world import FULL, MODELS, PAGE, POLICIES, Live, World
 
 POLICY_NAMES = list(POLICIES)
 Objects = set[tuple[bytes, int]]  # block key, group
@@ -323,53 +322,6 @@ def test_a_crash_loses_what_is_only_in_l1_and_l2(policy: str) -> None:
     assert [usable_from_l3(world, prompt(4)), usable_from_l3(world, prompt(3, seed=1))] == expected
     restored = [world.serve(tokens).record.by_source["l3"] // PAGE for tokens in (prompt(4), prompt(3, seed=1))]
     assert restored == expected
-    world.wind_up()
-
-
-def test_br_073_a_flush_makes_the_whole_prefix_restorable_though_its_root_was_only_in_l1() -> None:
-    world = World(HYBRID, l1=10, l2=10, policy=lambda: WriteBack(ahead_share=0.2), prefetch_l2_share=1.0)
-    system = prompt(2)[:-1]
-    for number in range(8):  # the common beginning stays hot, the ends are evicted
-        world.serve([*system, *prompt(3, seed=number + 1)])
-    served = world.page_keys([*system, *prompt(3, seed=8)])
-    assert all(world.directory.index.nodes[key].masks[Tier.L1] for key in served[:2])
-    world.directory.flush()
-    world.run_all()
-    assert world.directory.is_all_written
-    world.restart()
-    assert world.serve([*system, *prompt(3, seed=8)]).record.by_source["l3"] == 5 * PAGE
-    world.wind_up()
-
-
-def test_br_073_a_flush_takes_along_what_is_just_being_copied_to_l2_for_room() -> None:
-    world = World((FULL,), l1=8, l2=16, policy=lambda: WriteBack(ahead_share=0.5))
-    live = world.open(prompt(4))
-    world.load_whole(live)
-    world.compute(live, pages=4, snapshot=False)
-    world.release(live)
-    other = world.open(prompt(2, seed=1))
-    world.load(other)
-    assert world.directory.extend(other.record, tokens=2 * PAGE)
-    world.executor.collect()
-    assert world.executor.waiting_for(CopyKind.BACKUP)
-    world.directory.flush()
-    world.run_all()
-    assert world.directory.is_all_written
-    assert in_l3(world) == objects_of(world, prompt(4), groups=[0])
-    world.wind_up()
-
-
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), HYBRID], ids=["attention", "window", "hybrid"])
-def test_br_067_an_evicted_leaf_takes_its_hot_ancestors_to_l3_first(groups: tuple[Group, ...]) -> None:
-    """L2 overflows with ends of conversations; none reaches L3 without the common beginning that stays in L1."""
-    world = World(groups, l1=12, l2=8, policy=lambda: WriteBack(ahead_share=0.25), store_l2_share=1.0)
-    system = prompt(3)[:-1]
-    for number in range(30):
-        world.serve([*system, *prompt(2, seed=number + 1)], patient=True)
-        world.check()
-    assert len(in_l3(world)) > 20
-    assert {(key, 0) for key in world.page_keys(system)} <= in_l3(world)
-    assert world.directory.stats.tokens_lost == {}
     world.wind_up()
 
 

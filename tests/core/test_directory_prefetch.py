@@ -167,66 +167,6 @@ def test_prefetches_hold_no_more_than_their_share_of_l2_while_their_requests_wai
     world.wind_up()
 
 
-@pytest.mark.parametrize(
-    ("reason", "settings", "pages"),
-    [
-        ("no_l3", {"has_l3": False}, 8),
-        ("below_threshold", {"prefetch_threshold_tokens": 8 * PAGE + 1}, 8),
-        ("nothing_to_gain", {}, 0),
-    ],
-)
-def test_br_065_a_declined_prefetch_promises_nothing(reason: str, settings: dict[str, object], pages: int) -> None:
-    world = World((FULL,), l1=16, l2=16, **settings)
-    world.fill_l3(prompt(8))
-    live = world.open(prompt(pages))
-    world.prefetch(live)
-    assert world.directory.is_settled(live.record)
-    assert world.executor.waiting == []
-    assert live.record.prefetch is not None
-    assert live.record.prefetch.planned_pages == live.record.prefetch.base_pages == 0
-    assert world.directory.stats.prefetch_declined == {reason: 1}
-    assert world.directory.stats.prefetch_found == 0
-    world.load_whole(live)
-    assert loaded_pages(live) == 0
-    world.wind_up()
-
-
-def test_br_065_a_prefetch_without_room_promises_nothing_and_says_what_it_found() -> None:
-    world = World((FULL,), l1=16, l2=4)
-    world.serve(prompt(4, seed=1))
-    world.fill_l3(prompt(8))
-    live = world.open(prompt(8))
-    handles = world.directory.index.acquire(Tier.L2, 0, 4)
-    assert handles is not None
-    world.prefetch(live)
-    world.run_all()
-    assert world.directory.is_settled(live.record)
-    assert world.directory.stats.prefetch_found == 8 * PAGE
-    assert world.directory.stats.prefetch_dropped == {"no_host_capacity": 8 * PAGE}
-    assert world.directory.stats.prefetch_in_flight == 0
-    world.directory.index.release(Tier.L2, 0, handles)
-    world.wind_up()
-
-
-def test_br_067_pages_behind_a_hole_are_not_found() -> None:
-    world = World((FULL,), l1=16, l2=16, prefetch_l2_share=1.0)
-    live = prefetching(world, prompt(8), without=frozenset({(0, 0), (1, 0)}))
-    world.run_all()
-    assert world.directory.stats.prefetch_found == 0
-    world.load_whole(live)
-    assert loaded_pages(live) == 0
-    world.compute(live, pages=8, snapshot=False)
-    world.release(live)
-    world.run_all()
-    evict_all(world, Tier.L1)
-    evict_all(world, Tier.L2)
-    again = world.open(prompt(8))
-    world.prefetch(again)
-    restore(world, again)
-    assert loaded_pages(again) == 8  # the writer has filled the hole
-    world.wind_up()
-
-
 def test_what_is_evicted_between_lookup_and_plan_is_fetched_as_far_as_l3_has_acknowledged_it() -> None:
     world = World(HYBRID, l1=16, l2=16, prefetch_l2_share=1.0)
     world.serve(prompt(2), snapshot=False)

@@ -2,65 +2,13 @@
 
 from __future__ import annotations
 
-import pytest
-
-from hicache.directory import Directory
 from hicache.jobs import CopyKind, StoreJob
 from hicache.node import Tier
 from hicache.outcome import Outcome
-from hicache.policies.facts import SuffixFacts
 from hicache.policies.write import ByteBudget
-from hicache.spec import Group
 from tests.core.simulated_executor import failing
 from tests.core.situations import HYBRID, evict_all, prompt
-from tests.core.world import FULL, POLICIES, WINDOW, World
-
-
-@pytest.mark.parametrize("share", [0.1, 0.3, 0.5, 1.0])
-@pytest.mark.parametrize("groups", [(FULL,), (FULL, WINDOW), HYBRID], ids=["attention", "window", "hybrid"])
-def test_br_067_l3_gets_every_page_and_never_one_before_its_ancestors(groups: tuple[Group, ...], share: float) -> None:
-    world = World(groups, l1=40, l2=20, store_l2_share=share)
-    live = world.open(prompt(16))
-    world.load_whole(live)
-    world.compute(live, pages=16, snapshot=True)
-    world.release(live)
-    while world.executor.waiting:
-        world.executor.run(0)
-        stored = [all((key, 0, rank) in world.executor.l3 for rank in range(1)) for key in live.record.keys]
-        assert stored == sorted(stored, reverse=True)
-    assert all(stored)
-    world.check()
-    world.wind_up()
-
-
-class DropsSome:
-    """A write policy that refuses some pages."""
-
-    def __init__(self, *refused: bytes) -> None:
-        self.refused = refused
-
-    ahead_share = 0.0
-
-    def touch(self, keys: list[bytes]) -> bool:
-        return False
-
-    def wrote(self, size_bytes: int) -> None:
-        pass
-
-    def admits(self, keys: list[bytes], facts: SuffixFacts) -> int:
-        return next((page for page, key in enumerate(keys) if key in self.refused), len(keys))
-
-
-def test_br_067_a_policy_that_refuses_a_page_leaves_no_hole_below_it() -> None:
-    world = World((FULL,), l1=16, l2=16)
-    keys = world.page_keys(prompt(6))
-    world.directory = Directory(world.spec, world.config, write_policy=DropsSome(keys[2]))
-    world.executor.directory = world.directory
-    world.serve(prompt(6))
-    assert [(key, 0, 0) in world.executor.l3 for key in keys] == [True, True, False, False, False, False]
-    assert [world.directory.index.nodes[key].masks[Tier.L2] for key in keys] == [1, 1, 0, 0, 0, 0]
-    world.check()
-    world.wind_up()
+from tests.core.world import FULL, POLICIES, World
 
 
 def test_br_001_a_failed_backup_is_not_published_and_the_next_request_writes_it() -> None:

@@ -163,11 +163,6 @@ def test_equal_specs_have_equal_namespaces() -> None:
     assert len(spec_of().namespace) == 32
 
 
-@pytest.mark.parametrize("field", ["model", "revision"])
-def test_br_062_another_model_or_another_revision_of_its_weights_is_another_namespace(field: str) -> None:
-    assert dataclasses.replace(spec_of(), **{field: "v2"}).namespace != spec_of().namespace
-
-
 def test_br_007_another_parallelism_is_another_namespace_although_the_bytes_are_as_many() -> None:
     one = spec_of(dataclasses.replace(GQA, heads=4), tp_size=1)
     two = spec_of(dataclasses.replace(GQA, heads=4), tp_size=2)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 
 from hicache.costs.machine import GIB, MACHINES, machine
@@ -73,20 +71,6 @@ def test_a_ratio_that_is_as_good_as_any_higher_one_is_one_that_can_be_set() -> N
     assert (
         solve(Settings(model=model("kimi-k3"), machine=B300, tp=8, radix_cache=False, max_running_requests=8)) is None
     )
-
-
-def test_br_098_host_memory_is_counted_on_each_node_by_its_own_ranks() -> None:
-    """Eight ranks over two nodes: four of them on each, all slots used, as many tokens as on one node."""
-    found = {}
-    for per_node in (4, 8):
-        place = replace(B300, gpus_per_node=per_node)
-        plan = make_plan(Settings(model=model("kimi-k3"), machine=place, tp=8), TierRequest(l2_bytes=80 * GIB))
-        assert plan.ledger["l2_bytes_per_node"].value == per_node * 80 * GIB
-        assert plan.ledger["physical_cores"].value == 2 + per_node
-        found[per_node] = plan.tiers.held[0]
-    assert found[4] == found[8]
-    spread = make_plan(Settings(model=model("deepseek-v3"), machine=B300, tp=2, dp=16))
-    assert spread.ledger["physical_cores"].value == 4 + 4 + 8 + 1  # four DP ranks on a node
 
 
 @pytest.mark.parametrize("page_tokens", [4, 7, 16, 64, 528, 3584])

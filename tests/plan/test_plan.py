@@ -18,7 +18,6 @@ from hicache.plan import capacity, formulas, nearest
 from hicache.plan.formula import FUNCTIONS, Formula, Ledger
 from hicache.plan.hf_config import read_config
 from hicache.plan.lengths import LengthMix, requests_that_fit, tokens_needed
-from hicache.plan.model import ModelShape
 from hicache.plan.nearest import Proposal, wanted
 from hicache.plan.plan import Plan, make_plan
 from hicache.plan.presets import CONFIGS, model
@@ -254,54 +253,6 @@ def test_the_sheet_and_the_cores_of_a_machine_are_warned_of() -> None:
         small = replace(B300, physical_cores=cores)
         plan = make_plan(Settings(model=model("deepseek-v3"), machine=small, tp=2, dp=4))
         assert warned(plan, "17 physical cores") is is_warned
-
-
-def test_br_095_tokens_and_sequences_are_bound_apart() -> None:
-    """Tokens by the blocks of attention alone, sequences by states: not one divided by the number of groups."""
-    settings = Settings(
-        model=model("qwen3-next-80b"), machine=B300, engine="vllm", tp=2, page_tokens=16, rest_bytes=20 * GIB
-    )
-    plan = make_plan(settings)
-    blocks, tokens = int(plan.ledger["kv_blocks"].value), int(plan.ledger["block_tokens"].value)
-    assert plan.capacity.kv_tokens == blocks * tokens  # one group of attention, three of states
-    assert plan.capacity.pools.state_slots == blocks // 3
-
-
-def test_br_092_the_sizes_of_hybrids_are_those_worked_out_by_hand() -> None:
-    """Attention bytes of a token, state bytes of a sequence: of attention layers and of state layers alone."""
-    gqa = {"hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}
-    mamba = {"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 8, "mamba_d_state": 128, "mamba_d_conv": 4}
-    attention = [4, 15, 26, 37, 48, 59, 70, 81]
-    mamba_hybrid = read_config({"num_hidden_layers": 88, "attn_layer_indices": attention, **gqa, **mamba}, name="m")
-    found = figures_of(mamba_hybrid)
-    assert found["kv_bytes_per_token_per_rank"] == 8 * 2 * 8 * 128 * 2
-    assert found["conv_bytes_per_slot_per_rank"] == 80 * (128 * 64 + 2 * 8 * 128) * 3 * 2
-    assert found["ssm_bytes_per_slot_per_rank"] == 80 * 128 * 64 * 128 * 4
-    gdn = {**CONFIGS["qwen3-next-80b"], "num_hidden_layers": 64}
-    found = figures_of(read_config(gdn, name="m"))
-    assert found["kv_bytes_per_token_per_rank"] == 16 * 2 * 2 * 256 * 2
-    assert found["state_bytes_per_slot_per_rank"] == 48 * (8192 * 3 * 2 + 32 * 128 * 128 * 4)
-    found = figures_of(model("kimi-linear-48b"), draft_layers=1)  # a draft of one layer: not of all the target's
-    assert found["kv_bytes_per_token_per_rank"] == (7 + 1) * 576 * 2
-    assert found["state_bytes_per_slot_per_rank"] == 20 * (3 * 32 * 128 * 3 * 2 + 32 * 128 * 128 * 4)
-
-
-@pytest.mark.parametrize("tp", [1, 2, 8])
-@pytest.mark.parametrize("index_dim", [0, 128])
-@pytest.mark.parametrize(
-    ("dtype", "row"), [("bf16", 1152), ("fp8_e4m3", 576), ("fp8_ds_mla", 656), ("fp4_e2m1", 288 + 36)]
-)
-def test_br_093_rows_of_every_format_have_their_bytes_at_every_tp(
-    dtype: str, row: int, index_dim: int, tp: int
-) -> None:
-    config = {**CONFIGS["deepseek-v3"], "index_head_dim": index_dim}
-    found = figures_of(read_config(config, name="m"), tp=tp, kv_dtype=dtype)
-    assert found["kv_row_bytes"] == row
-    assert found["kv_bytes_per_token_per_rank"] == 61 * (row + (132 if index_dim else 0))
-
-
-def figures_of(shape: ModelShape, **more: Any) -> dict[str, Any]:
-    return make_plan(Settings(model=shape, machine=B300, **more)).as_json()
 
 
 def test_a_model_without_attention_is_bound_by_its_states() -> None:
