@@ -308,9 +308,10 @@ class Replayer:
         written: list[int] = []
         left: list[Gone] = []  # the tier above
         keys = PrefixKeys(path)
+        for tier in self.tiers:
+            tier.touch(keys, facts)
         for tier, pages, (start, end) in zip(self.tiers, here, taken, strict=True):
             tree = tier.tree
-            tier.touch(keys, facts)
             came = tree.use(path, tier.admitted(path, pages, facts), facts, reads_from=start if end > start else pages)
             if tier.write.ahead_share:
                 for gone in left:
