@@ -17,12 +17,12 @@ from hicache.keys import BlockKeys, FieldValue, Tokens, token_array
 from hicache.l3 import L3
 from hicache.loader import Load
 from hicache.policies import policy_of
+from hicache.policies.choice import policies_of
 from hicache.policies.eviction import EvictionFactory
-from hicache.policies.eviction_choice import eviction_policy_of
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
 from hicache.policies.read import READ_POLICY_DEFAULT, ReadFactory
 from hicache.policies.snapshot import SnapshotPolicy
-from hicache.policies.write import WritePolicy, write_policy_of
+from hicache.policies.write import WritePolicy
 from hicache.pools import L1Pool, L2Pool
 from hicache.rank_memory import MemorySettings, RankMemory
 from hicache.ranks.messages import Hello
@@ -71,8 +71,7 @@ class HiCache(CacheFront[Directory]):
         self._l1 = l1
         self.l2 = l2
         snapshots = policy_of("snapshot_policy", snapshot_policy, SnapshotPolicy)
-        policy = write_policy_of(write_policy)
-        eviction_policy = eviction_policy_of(eviction)
+        eviction_policy, policy = policies_of(eviction, write_policy)
 
         def directory(common: Hello, prefetch: PrefetchPolicy) -> Directory:
             config = DirectoryConfig(
@@ -152,7 +151,7 @@ class HiCache(CacheFront[Directory]):
         With a spec of several ranks this is the leader and rank 0: it waits at ``ranks`` for a RankWorker of each other
         rank. Raises ConfigError when settings contradict each other, ask for more than there is, or ranks do not come.
         """
-        policy, eviction_policy = write_policy_of(write_policy), eviction_policy_of(eviction)
+        eviction_policy, policy = policies_of(eviction, write_policy)
         settings = MemorySettings(
             l1_pages=l1_pages,
             l1_state_slots=l1_state_slots,

@@ -253,15 +253,17 @@ class Directory(JobSide):
         elif donate:
             raise UsageError("donate: the state of which boundary? Give it as state_at")
         record.computed = max(record.computed, computed)
-        for page in range(record.published_pages, computed // self.spec.page_tokens):
+        pages = max(record.published_pages, computed // self.spec.page_tokens)
+        if pages:
+            self._touch(record)  # first: as soon as a page is published, eviction may ask what it is worth
+        for page in range(record.published_pages, pages):
             self._publish_page(record, page)
-        record.published_pages = max(record.published_pages, computed // self.spec.page_tokens)
+        record.published_pages = pages
         if self.index.rule.full_mask and record.published_pages:
             self.index.hold(record.keep, self.index.nodes[record.keys[record.published_pages - 1]])
         if state_at is not None:
             keep_state = self._snapshots.donate if donate else self._snapshots.take
             keep_state(record, state_at // self.spec.page_tokens)
-        self._touch(record)
         self._write(record)
         self._keep_up()
 
@@ -278,7 +280,7 @@ class Directory(JobSide):
         record.released = True
         if record.prefetch is not None:
             self._prefetcher.conclude(record.prefetch, used_pages=0, reason="aborted")
-        if self._touch(record):
+        if record.published_pages and self._touch(record):
             self._write(record)
         self._snapshots.let_go(record)
         self.index.touch(record.keep.entries)
@@ -290,19 +292,23 @@ class Directory(JobSide):
         self._keep_up()
 
     def _touch(self, record: RequestRecord) -> bool:
-        """Tell the write policy of the pages that were restored or published since the last time.
+        """Tell the write policy of all pages of the request that are known, and that it has not been told of.
 
         Returns whether more pages may go down because of that.
         """
         first_page = record.touched_pages
-        keys = record.keys[first_page : record.published_pages]
-        record.touched_pages = record.published_pages
-        return bool(keys) and self._writer.touch(keys, first_page=first_page)
+        keys = record.keys[first_page:]
+        record.touched_pages += len(keys)
+        if not keys or not self._writer.touch(keys, first_page=first_page, request=record.facts):
+            return False
+        admitted = self._writer.admits(keys, first_page=first_page, request=record.facts)
+        self.stats.skipped["backup.not_admitted"] += len(keys) - admitted
+        return True
 
     def _write(self, record: RequestRecord) -> None:
         first_page = record.written_pages
         keys = record.keys[first_page : record.published_pages]
-        record.written_pages += self._writer.write(keys, first_page=first_page)
+        record.written_pages += self._writer.write(keys, first_page=first_page, request=record.facts)
 
     def _keep_up(self) -> None:
         if self._write_ahead is not None:

@@ -14,7 +14,7 @@ from hicache.node import Entry, Keep, Node, Tier, path_from
 from hicache.page_changes import PageChange, PageChanges, Place
 from hicache.policies.eviction import EvictionFactory
 from hicache.policies.eviction_choice import lru
-from hicache.policies.facts import RequestFacts
+from hicache.policies.facts import EvictionFacts, RequestFacts
 from hicache.prefix import PrefixRule
 from hicache.room import Room, WrittenRule
 from hicache.spec import CacheSpec, StateGroup
@@ -176,12 +176,13 @@ class Index:
     def publish(self, node: Node, tier: Tier, group: int, handle: int, *, request: RequestFacts | None = None) -> Entry:
         """A complete copy lies in ``handle``, which the entry takes over from the caller. There was none before.
 
-        ``request`` has computed it.
+        ``request`` has computed it; None for a copy of what is in the other tier, or has come from L3.
         """
         assert node.entries[tier][group] is None, "an object is published once in a tier"
         self.published += 1
         entry = Entry(node, tier, group, handle, born_at=self.published, now_s=self.now_s)
-        entry.last = request
+        source = node.entries[1 - tier][group]
+        entry.last = source.last if request is None and source is not None else request
         entry.used_at = self._tick
         node.entries[tier][group] = entry
         node.masks[tier] |= 1 << group
@@ -348,11 +349,10 @@ class Index:
             self.settle()
             self._room.expire()
 
-    def victim(self) -> bytes | None:
-        """The page that would be evicted from L2 for another one; None while there is room, or nothing may go."""
+    def victim(self) -> EvictionFacts | None:
+        """The object that would be evicted from L2 for another one; None while there is room, or nothing may go."""
         self.settle()
-        entry = self._room.victim(Tier.L2, self._full_groups[0] if self._full_groups else 0)
-        return None if entry is None else entry.node.key
+        return self._room.victim(Tier.L2, self._full_groups[0] if self._full_groups else 0)
 
     def acquire(self, tier: Tier, group: int, count: int, *, patient: bool = False) -> list[int] | None:
         """``count`` slots, after evicting as much as that takes; None, when even that is not enough.

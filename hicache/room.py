@@ -10,7 +10,7 @@ from typing import Protocol
 from hicache.entry_facts import EntryFacts
 from hicache.node import Entry, Node, Tier
 from hicache.policies.eviction import EvictionFactory, EvictionPolicy
-from hicache.policies.facts import RequestFacts
+from hicache.policies.facts import EvictionFacts, RequestFacts
 from hicache.slots import SlotPool, Slots
 from hicache.spec import CacheSpec
 
@@ -76,6 +76,7 @@ class Room:
         self._full_mask = full_mask
         self._tree = tree
         entries = tuple(EntryFacts(spec, group, tree) for group in range(len(spec.groups)))
+        self._facts = entries
         self._last_uses = tuple(facts.last_use for facts in entries)
         self._eviction = tuple(tuple[EvictionPolicy[Entry], ...](map(eviction, entries)) for _ in Tier)
         self._unwritten = tuple(tuple[EvictionPolicy[Entry], ...](map(eviction, entries)) for _ in Tier)
@@ -113,11 +114,12 @@ class Room:
         """Slots that are free, or whose entry may be evicted and is not spared."""
         return self.pools[tier][group].free_count + len(self._eviction[tier][group])
 
-    def victim(self, tier: Tier, group: int) -> Entry | None:
+    def victim(self, tier: Tier, group: int) -> EvictionFacts | None:
         """What would be evicted for one more slot; None while there is room, or nothing may go alone."""
         if self.pools[tier][group].free_count:
             return None
-        return self._eviction[tier][group].first() or self._unwritten[tier][group].first()
+        entry = self._eviction[tier][group].first() or self._unwritten[tier][group].first()
+        return None if entry is None else self._facts[group].facts(entry)
 
     def note_use(self, entry: Entry, request: RequestFacts) -> None:
         """A request has found ``entry``. To be called where ``watches_use``."""

@@ -13,11 +13,11 @@ from hicache.front import CacheFront
 from hicache.keys import BlockKeys, FieldValue, chained_key
 from hicache.l3 import L3
 from hicache.page_changes import PageChange
+from hicache.policies.choice import policies_of
 from hicache.policies.eviction import EvictionFactory
-from hicache.policies.eviction_choice import eviction_policy_of
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
 from hicache.policies.read import READ_POLICY_DEFAULT, ReadFactory
-from hicache.policies.write import WritePolicy, write_policy_of
+from hicache.policies.write import WritePolicy
 from hicache.pools import L1Pool, L2Pool
 from hicache.ranks.messages import Hello
 from hicache.ranks.settings import Ranks
@@ -78,8 +78,7 @@ class SlotCache(CacheFront[SlotDirectory]):
         calls ``step``, ``load`` and ``save``: a step when none of the slots that it reuses are in ``busy_slots``, and
         before it saves what that has computed.
         """
-        policy = write_policy_of(write_policy)
-        eviction_policy = eviction_policy_of(eviction)
+        eviction_policy, policy = policies_of(eviction, write_policy)
 
         def directory(common: Hello, prefetch: PrefetchPolicy) -> SlotDirectory:
             config = DirectoryConfig(

@@ -109,7 +109,6 @@ class SlotDirectory(JobSide):
             self._writer,
             self._loader,
             self._use,
-            policy,
             self.stats,
             has_l3=config.has_l3,
         )

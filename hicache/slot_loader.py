@@ -10,7 +10,6 @@ from hicache.index import Index
 from hicache.jobbook import JobBook, Outcomes
 from hicache.jobs import CopyItem, CopyJob, CopyKind
 from hicache.node import Entry, Keep, Tier
-from hicache.policies.facts import RequestFacts
 from hicache.prefetch import Prefetcher
 from hicache.prefetch_record import Part
 from hicache.slot_request import EngineSlot, Promise, SlotLoad, SlotRecord, SlotsByPage
@@ -138,8 +137,7 @@ class SlotLoader:
         keep = self._index.keep(record.keys, pages)
         self._index.touch(keep.entries)
         self._index.touch_path(keep.path)
-        tokens = len(record.keys) * self._page_tokens
-        self._index.note_use(keep, RequestFacts(self._index.now_s, tokens, tokens - pages * self._page_tokens))
+        self._index.note_use(keep, record.told(self._index.now_s, found_pages=pages))
         self.forget(record)
         items = tuple(
             CopyItem(entry.group, slot_of(entry.handle), slot)

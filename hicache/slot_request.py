@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from hicache.node import Keep, Node
+from hicache.policies.facts import RequestFacts
 from hicache.prefetch_record import Part, Prefetch
 
 EngineSlot = tuple[int, int]  # (group, index of a slot in the engine's pool of that group); see SlotUse.slot
@@ -68,6 +69,7 @@ class SlotRecord:
     anchor: Node | None = None  # its deepest page that anything is known of: the way to it stays known
     asked_pages: int = 0  # leading pages about which L3 has been asked
     touched_pages: int = 0  # that the write policy has been told of
+    facts: RequestFacts | None = None  # what policies are told of it
     is_counted: bool = False  # its tokens are in the stats
     released: bool = False
 
@@ -75,3 +77,10 @@ class SlotRecord:
     def restorable_pages(self) -> int:
         """Full pages that may be restored: at least the last token is left to compute."""
         return min(len(self.keys), max(0, self.token_count - 1) // self.page_tokens)
+
+    def told(self, now_s: float, *, found_pages: int) -> RequestFacts:
+        """What policies are told of it: what is known when it is told of first, one object for all of them."""
+        if self.facts is None:
+            new_tokens = max(0, self.token_count - found_pages * self.page_tokens)
+            self.facts = RequestFacts(now_s, self.token_count, new_tokens)
+        return self.facts

@@ -9,7 +9,6 @@ from hicache.index import Index
 from hicache.jobbook import JobBook, Outcomes, batches
 from hicache.jobs import CopyItem, CopyJob, CopyKind, LookupItem, LookupJob
 from hicache.node import Node, Tier
-from hicache.policies.write import WritePolicy
 from hicache.prefetch_record import Part
 from hicache.slot_loader import SlotLoader
 from hicache.slot_request import SlotRecord, SlotSave, SlotsByPage
@@ -43,7 +42,6 @@ class SlotSaver:
         writer: Writer,
         loader: SlotLoader,
         use: SlotUse,
-        policy: WritePolicy,
         stats: DirectoryStats,
         *,
         has_l3: bool,
@@ -53,7 +51,6 @@ class SlotSaver:
         self._writer = writer
         self._loader = loader
         self._use = use
-        self._policy = policy
         self._stats = stats
         self._has_l3 = has_l3
 
@@ -127,11 +124,12 @@ class SlotSaver:
     def _admitted(self, record: SlotRecord, by_page: dict[int, dict[int, int]]) -> int:
         """So many leading pages may go down. Pages that are offered for the first time are used now."""
         offered = max(by_page, default=-1) + 1
+        request = record.told(self._index.now_s, found_pages=record.own_pages)
         if offered > record.touched_pages:
-            self._policy.touch(record.keys[record.touched_pages : offered])
-            record.touched_pages = offered
+            self._writer.touch(record.keys[record.touched_pages :], first_page=record.touched_pages, request=request)
+            record.touched_pages = len(record.keys)
         first = min(by_page, default=0)
-        admitted = first + self._writer.admits(record.keys[first:offered], first_page=first)
+        admitted = first + self._writer.admits(record.keys[first:offered], first_page=first, request=request)
         self._stats.skipped["backup.not_admitted"] += sum(page >= admitted for page in by_page)
         return admitted
 

@@ -235,7 +235,7 @@ class Snapshots:
 
     def _taken(self, record: RequestRecord, node: Node) -> None:
         """One snapshot more on the path to ``node``: write it down, and let another one go when there are too many."""
-        self._writer.write([node.key], first_page=node.page)
+        self._writer.write([node.key], first_page=node.page, request=record.facts)
         self._thin(record, node.page + 1)
 
     def _thin(self, record: RequestRecord, pages: int) -> None:

@@ -11,7 +11,7 @@ from hicache.jobbook import JobBook, Outcomes, batches
 from hicache.jobs import CopyItem, CopyJob, CopyKind, LookupItem, LookupJob, StoreJob, TransferItem
 from hicache.node import Entry, Node, Tier
 from hicache.outcome import Outcome
-from hicache.policies.facts import SuffixFacts
+from hicache.policies.facts import RequestFacts, SuffixFacts
 from hicache.policies.write import WritePolicy
 from hicache.slots import slot_of
 from hicache.stats import DirectoryStats
@@ -65,22 +65,19 @@ class Writer:
 
     # -- what goes down ----------------------------------------------------------------------------------------------
 
-    def touch(self, keys: Sequence[bytes], *, first_page: int) -> bool:
+    def touch(self, keys: Sequence[bytes], *, first_page: int, request: RequestFacts | None) -> bool:
         """A request uses these pages for the first time. Returns whether more may go down because of that."""
-        has_changed = self._policy.touch(keys)
-        if has_changed:
-            self._stats.skipped["backup.not_admitted"] += len(keys) - self.admits(keys, first_page=first_page)
-        return has_changed
+        return self._policy.touch(keys, self._facts(first_page, request))
 
-    def admits(self, keys: Sequence[bytes], *, first_page: int) -> int:
+    def admits(self, keys: Sequence[bytes], *, first_page: int, request: RequestFacts | None) -> int:
         """How many of these consecutive pages the policy lets down, of which the first is number ``first_page``."""
-        if not keys:
-            return 0
-        index = self._index
-        facts = SuffixFacts(index.now_s, first_page, index.page_tokens, index.page_bytes, index.victim)
-        return self._policy.admits(keys, facts)
+        return self._policy.admits(keys, self._facts(first_page, request)) if keys else 0
 
-    def write(self, keys: Sequence[bytes], *, first_page: int) -> int:
+    def _facts(self, first_page: int, request: RequestFacts | None) -> SuffixFacts:
+        index = self._index
+        return SuffixFacts(index.now_s, first_page, index.page_tokens, index.page_bytes, index.victim, request)
+
+    def write(self, keys: Sequence[bytes], *, first_page: int, request: RequestFacts | None) -> int:
         """Send down what of these consecutive pages is not below yet, as far as the policy admits them.
 
         Returns how many need no more looking at: see ``send_down``.
@@ -89,7 +86,7 @@ class Writer:
             return 0
         nodes = self._index.nodes
         here = next((page for page, key in enumerate(keys) if self._lacks_below(nodes.get(key))), len(keys))
-        admitted = here + self.admits(keys[here:], first_page=first_page + here)
+        admitted = here + self.admits(keys[here:], first_page=first_page + here, request=request)
         return self.send_down(node for node in map(nodes.get, keys[:admitted]) if node is not None)
 
     def note_written(self, groups: Iterable[int]) -> None:

@@ -18,6 +18,7 @@ from bench.admission.traces import Trace, TraceRequest
 
 Prefill = Callable[[int, int], float]  # what it costs to compute tokens [start, end) of a prompt, in any unit
 _NEVER = 1 << 62
+_SETTLED = 1e-3  # of the ceiling: an interval as narrow as that is not worth minutes of a solver
 
 
 def prefill_8b_flops(start: int, end: int) -> float:
@@ -116,15 +117,19 @@ def upper_bound(
 def compute_bounds(
     trace: Trace, capacity_pages: int, prefill: Prefill = prefill_8b_flops, *, solve: bool = True
 ) -> dict[str, Any]:
-    """All bounds of one trace and capacity, as the report reads them. ``solve=False`` leaves the program out."""
+    """All bounds of one trace and capacity, as the report reads them. ``solve=False`` leaves the program out.
+
+    It is left out, too, where Belady's rule reaches the ceiling, between which nothing is left to be found.
+    """
+    everything, best = ceiling(trace, prefill), belady(trace, capacity_pages, prefill)
     bounds: dict[str, Any] = {
         "trace": trace.name,
         "capacity_pages": capacity_pages,
         "capacity_tokens": capacity_pages * trace.block_tokens,
-        "ceiling": asdict(ceiling(trace, prefill)),
-        "belady": asdict(belady(trace, capacity_pages, prefill)),
+        "ceiling": asdict(everything),
+        "belady": asdict(best),
     }
-    if solve:
+    if solve and best.saved_share < (1 - _SETTLED) * everything.saved_share:
         bounds["upper"] = asdict(upper_bound(trace, capacity_pages, prefill))
     return bounds
 

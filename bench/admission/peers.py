@@ -20,7 +20,7 @@ class VllmStoreThreshold:
         self._tracker_size = tracker_size
         self._offers: OrderedDict[bytes, int] = OrderedDict()
 
-    def touch(self, keys: Sequence[bytes]) -> bool:
+    def touch(self, keys: Sequence[bytes], facts: SuffixFacts) -> bool:
         return False
 
     def wrote(self, size_bytes: int) -> None:

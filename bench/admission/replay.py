@@ -8,16 +8,16 @@ from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol, overload
 
 import numpy as np
+from msgspec.structs import replace
 
 from bench.admission.traces import Trace, TraceRequest
 from bench.admission.tree import Gone, ResidentTree
 from hicache.errors import ConfigError
+from hicache.policies.choice import policies_of
 from hicache.policies.eviction import EvictionFactory
-from hicache.policies.eviction_choice import eviction_policy_of
 from hicache.policies.eviction_kinds import dense_8b_flops
-from hicache.policies.facts import RequestFacts, SuffixFacts
-from hicache.policies.own import Continuation
-from hicache.policies.write import WritePolicy, write_policy_of
+from hicache.policies.facts import EvictionFacts, RequestFacts, SuffixFacts
+from hicache.policies.write import WritePolicy
 
 KV_BYTES_8B = 131_072  # of one token of Llama-3.1-8B in bf16
 _FLOPS_8B_H100 = 593e12  # per second of prefill, fitted to a published curve: docs/policies.md
@@ -62,11 +62,7 @@ class TierSpec:
 
     def policies(self) -> tuple[EvictionFactory, WritePolicy]:
         """For one replay. Raises ConfigError."""
-        if self.eviction == self.write == "continuation":  # one object that does both
-            policy = Continuation()
-            return policy.eviction, policy
-        write = self.write if isinstance(self.write, str) else self.write()
-        return eviction_policy_of(self.eviction), write_policy_of(write)
+        return policies_of(self.eviction, self.write if isinstance(self.write, str) else self.write())
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,15 +197,23 @@ class _Tier:
         """How many pages of a path shall be here, of which ``here`` are."""
         if here == len(blocks):
             return here
-        keys = PrefixKeys(blocks, here)
-        facts = SuffixFacts(self.tree.now_s, here, self._page_tokens, self._page_bytes, self._victim, request)
-        admitted = self.write.admits(keys, facts)
+        admitted = self.write.admits(PrefixKeys(blocks, here), self._facts(here, request))
         self.write.wrote(admitted * self._page_bytes)
         return here + admitted
 
-    def _victim(self) -> bytes | None:
+    def touch(self, keys: Sequence[bytes], request: RequestFacts) -> None:
+        """A request uses a path."""
+        self.write.touch(keys, self._facts(0, request))
+
+    def _facts(self, first_page: int, request: RequestFacts) -> SuffixFacts:
+        return SuffixFacts(self.tree.now_s, first_page, self._page_tokens, self._page_bytes, self._victim, request)
+
+    def _victim(self) -> EvictionFacts | None:
         victim = self.tree.victim()
-        return None if victim is None else PrefixKeys((victim,))[0]
+        if victim is None:
+            return None
+        assert isinstance(victim.key, int), "trees know pages by their ids"
+        return replace(victim, key=PrefixKeys((victim.key,))[0])
 
     def result(self, span_s: float) -> TierResult:
         """After the last request."""
@@ -304,9 +308,10 @@ class Replayer:
         written: list[int] = []
         left: list[Gone] = []  # the tier above
         keys = PrefixKeys(path)
+        for tier in self.tiers:
+            tier.touch(keys, facts)
         for tier, pages, (start, end) in zip(self.tiers, here, taken, strict=True):
             tree = tier.tree
-            tier.write.touch(keys)
             came = tree.use(path, tier.admitted(path, pages, facts), facts, reads_from=start if end > start else pages)
             if tier.write.ahead_share:
                 for gone in left:

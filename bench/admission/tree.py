@@ -261,12 +261,12 @@ class ResidentTree:
 
     # -- what is asked from outside ----------------------------------------------------------------------------------
 
-    def victim(self) -> int | None:
-        """The page that would leave for another one; None while there is room."""
+    def victim(self) -> EvictionFacts | None:
+        """Of the page that would leave for another one; None while there is room."""
         if self.capacity_pages is None or self.resident_pages < self.capacity_pages:
             return None
         run = self._policy.first()
-        return None if run is None else run.path[run.end - 1]
+        return None if run is None else self.facts(run)
 
     def pages_unread(self) -> int:
         """Pages that are here and were never read from this tier."""

@@ -45,5 +45,5 @@ class SuffixFacts(msgspec.Struct, frozen=True):
     first_page: int  # so many pages of the sequence come before them
     page_tokens: int
     page_bytes: int
-    victim: Callable[[], bytes | None]  # the page that the tier below would evict for them; None while it has room
-    request: RequestFacts | None = None
+    victim: Callable[[], EvictionFacts | None]  # what the tier below would evict for them; None while it has room
+    request: RequestFacts | None = None  # that uses them: the object that eviction policies are told of as ``last``

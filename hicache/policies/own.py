@@ -61,26 +61,57 @@ class Continuation:
         self._life_of: dict[Key, Life] = {}
         self._life_by_request: dict[int, Life] = {}  # by the identity of the facts, which the life keeps
         self._shared_by_request: dict[int, list[tuple[int, Life]]] = {}  # what else it used: where that ends, in tokens
-        self._touched: Sequence[Key] | None = None  # by a request that nothing else is known of yet
-        self._unnamed: deque[tuple[float, Life, list[tuple[int, Life]]]] = deque(
-            maxlen=64
-        )  # whose request is not known
+        self._is_told = False  # of touches: else lives begin and end as resident pages are used
         self._tails_used, self._tails = 1.0, 2.0
-        self._evictions: ContinuationEviction[object] | None = None
 
     # -- write policy ------------------------------------------------------------------------------------------------
 
-    def touch(self, keys: Sequence[Key]) -> bool:
-        self._touched = keys
+    def touch(self, keys: Sequence[Key], facts: SuffixFacts) -> bool:
+        """The lives that the request goes on from end, and one begins, or gets longer where it had begun.
+
+        A part of a life that a request takes without going on from it is shared from then on.
+        """
+        self._is_told = True
+        now_s, request, page_tokens = facts.now_s, facts.request, facts.page_tokens
+        own, shared = list[Key](), list[tuple[int, Life]]()
+        turn = new_pages = end = 0
+        for life, pages in self._users(keys):
+            start, end = end, end + pages
+            if life is not None and (life.uses_s is not None or 2 * pages < life.pages):
+                end_tokens = (facts.first_page + end) * page_tokens
+                shared.append((end_tokens, self._share(life, now_s, end_tokens, keys[start:end])))
+                continue
+            own += keys[start:end]
+            if life is None:
+                new_pages += pages
+            else:
+                turn = life.turn + 1
+                self._go_on(life, now_s, pages)
+        itself = self._life_by_request.get(id(request))
+        if own and (itself is None or itself.uses_s is not None):
+            itself = self._forecast.begin(
+                now_s,
+                tenant=request.tenant if request else "",
+                kind=request.kind if request else None,
+                tokens=request.prompt_tokens if request else (facts.first_page + len(keys)) * page_tokens,
+                new_tokens=new_pages * page_tokens,
+                turn=turn,
+            )
+        if itself is not None and own:
+            itself.pages += len(own)
+            self._remember(itself, own)
+        if itself is not None or shared:
+            self._name(itself or shared[-1][1], request, shared)
         return True
 
     def admits(self, keys: Sequence[Key], facts: SuffixFacts) -> int:
         """All while there is room. Else what is shared and what is the request's own, each whole or not at all, but for
         a last page that nobody uses."""
-        life = self._observe(facts.now_s, facts.request, facts.page_tokens) or self._life_of.get(keys[-1])
-        least = self._evictions.least() if self._evictions and facts.victim() is not None else None
-        if life is None or least is None:
+        life = self._life_by_request.get(id(facts.request)) or (self._life_of.get(keys[-1]) if keys else None)
+        victim = facts.victim()
+        if life is None or victim is None:
             return len(keys)
+        least = self.worth(victim)
         saved = self._prefill(life.tokens, life.tokens + 1)
         if self._forecast.gain(life, saved, least) > self._write_price:
             return len(keys) - (self._tails_used < _TAIL_SHARE * self._tails)
@@ -97,45 +128,6 @@ class Continuation:
 
     def wrote(self, size_bytes: int) -> None:
         pass
-
-    def _observe(self, now_s: float, request: RequestFacts | None, page_tokens: int) -> Life | None:
-        """A request has touched pages: the lives that it goes on from end, and one begins. Returns that.
-
-        A part of a life that a request takes without going on from it is shared from then on.
-        """
-        keys, self._touched = self._touched, None
-        if not keys:
-            return None
-        own, shared = list[Key](), list[tuple[int, Life]]()
-        turn = new_pages = end = 0
-        for life, pages in self._users(keys):
-            start, end = end, end + pages
-            if life is not None and (life.uses_s is not None or 2 * pages < life.pages):
-                shared.append((end * page_tokens, self._share(life, now_s, end * page_tokens, keys[start:end])))
-                continue
-            own += keys[start:end]
-            if life is None:
-                new_pages += pages
-            else:
-                turn = life.turn + 1
-                self._go_on(life, now_s, pages)
-        if own:
-            life = self._forecast.begin(
-                now_s,
-                tenant=request.tenant if request else "",
-                kind=request.kind if request else None,
-                tokens=request.prompt_tokens if request else len(keys) * page_tokens,
-                new_tokens=new_pages * page_tokens,
-                turn=turn,
-            )
-            life.pages = len(own)
-            self._remember(life, own)
-        else:
-            life = shared[-1][1]
-        if request is None:
-            self._unnamed.append((now_s, life, shared))
-        self._name(life, request, shared)
-        return life
 
     def _go_on(self, life: Life, now_s: float, pages: int) -> None:
         """A request uses ``pages`` of a life, which are most of it."""
@@ -170,32 +162,33 @@ class Continuation:
                 continue
             self._pages -= len(old_keys)
             for request in old.requests:
-                self._forget_request(request)
+                self._forget_request(request, old)
             for key in old_keys:
                 if self._life_of.get(key) is old:
                     del self._life_of[key]
 
     def _name(self, life: Life, request: RequestFacts | None, shared: list[tuple[int, Life]]) -> None:
         """``request`` stands for the life. The one before still does: pages are told of with it until they are used."""
-        if request is not None:
+        if request is None:
+            return
+        if self._life_by_request.get(id(request)) is not life:
             if len(life.requests) == 2:
-                self._forget_request(life.requests.popleft())
+                self._forget_request(life.requests.popleft(), life)
             life.requests.append(request)
             self._life_by_request[id(request)] = life
-            if shared:
-                self._shared_by_request[id(request)] = shared
+        if shared:
+            self._shared_by_request.setdefault(id(request), []).extend(shared)
 
-    def _forget_request(self, request: object) -> None:
-        self._life_by_request.pop(id(request), None)
-        self._shared_by_request.pop(id(request), None)
+    def _forget_request(self, request: object, life: Life) -> None:
+        if self._life_by_request.get(id(request)) is life:
+            del self._life_by_request[id(request)]
+            self._shared_by_request.pop(id(request), None)
 
     # -- what the eviction policy asks -------------------------------------------------------------------------------
 
     def eviction(self, items: Describe[Item]) -> ContinuationEviction[Item]:
-        """The eviction policy of the tier, which is told of the same requests."""
-        policy = ContinuationEviction(items, self)
-        self._evictions = policy  # type: ignore[assignment]  # asked for worths alone, whatever its items are
-        return policy
+        """An eviction policy that is told of the same requests: of a tier, or of a group in one."""
+        return ContinuationEviction(items, self)
 
     def worth(self, facts: EvictionFacts) -> float:
         """What a page is worth: cost saved per second of room."""
@@ -207,28 +200,19 @@ class Continuation:
 
     def used(self, facts: EvictionFacts) -> None:
         """A resident page is used by the next request. Ends lives where nobody tells of touches."""
-        if self._touched is not None:
-            self._observe(facts.now_s, None, facts.tokens)
-        life = self._life(facts)
-        if not life.pages:
-            self._forecast.end(life, facts.now_s)
+        if not self._is_told:
+            self._forecast.end(self._life(facts), facts.now_s)
 
     def _life(self, facts: EvictionFacts) -> Life:
+        """Of a page. A request that has found it, and has not touched it yet, may still go on from its life or not."""
         request = facts.last
-        if request is None:
-            life = self._life_of.get(facts.key)
-        else:
+        life = None
+        if request is not None:
             shared = self._shared_by_request.get(id(request), ())
             within = (life for end_tokens, life in shared if facts.end_tokens <= end_tokens)
             life = next(within, None) or self._life_by_request.get(id(request))
-        if life is not None:
-            return life
-        named = next((each for each in self._unnamed if each[0] == facts.used_s), None)
-        if named is not None and request is not None:
-            self._unnamed.remove(named)
-            self._name(named[1], request, named[2])
-            return self._life(facts)
-        life = None if named is None else named[1]
+        if life is None and (request is None or self._is_told):
+            life = self._life_of.get(facts.key)
         if life is None:
             life = self._forecast.begin(
                 facts.used_s,
@@ -239,7 +223,7 @@ class Continuation:
                 turn=(request.turn or 0) if request else 0,
             )
             self._remember(life, (facts.key,))
-        self._name(life, request, [])
+            self._name(life, request, [])
         return life
 
 
@@ -299,11 +283,6 @@ class ContinuationEviction(Generic[Item]):
 
     def expired(self, now_s: float) -> Item | None:
         return None
-
-    def least(self) -> float | None:
-        """What the first item is worth; None when there is none."""
-        item = self.first()
-        return None if item is None else self._policy.worth(self._items.facts(item))
 
     def __contains__(self, item: Item) -> bool:
         return item in self._live

@@ -2,7 +2,8 @@
 
 A policy knows block keys only, so that it can be replayed on a trace of requests without a cache around it::
 
-    policy.touch(keys)            once for each page of each request, when it has been restored or computed
+    policy.touch(keys, facts)     once for each page of each request: all that is known of it when its first pages have
+                                  been restored or computed, then what it adds
     policy.admits(keys, facts)    how many of these pages go down now; asked again for those that found no room
     policy.wrote(size_bytes)      what of them has gone on its way: less where something is down there already
 
@@ -32,7 +33,7 @@ class WritePolicy(Protocol):
         """
         ...
 
-    def touch(self, keys: Sequence[bytes]) -> bool:
+    def touch(self, keys: Sequence[bytes], facts: SuffixFacts) -> bool:
         """A request uses these pages. Returns whether that can change what ``admits`` says of pages that are here."""
         ...
 
@@ -50,7 +51,7 @@ class Untouched:
 
     ahead_share = 0.0
 
-    def touch(self, keys: Sequence[bytes]) -> bool:
+    def touch(self, keys: Sequence[bytes], facts: SuffixFacts) -> bool:
         return False
 
     def wrote(self, size_bytes: int) -> None:
@@ -80,7 +81,7 @@ class WriteThroughSelective(Untouched):
         self.touches = touches
         self._counts = TouchCounts(remembered_pages)
 
-    def touch(self, keys: Sequence[bytes]) -> bool:
+    def touch(self, keys: Sequence[bytes], facts: SuffixFacts) -> bool:
         self._counts.touch(keys)
         return True
 
@@ -111,13 +112,16 @@ class TinyLfu(Untouched):
     def __init__(self, *, remembered_pages: int = 1 << 18) -> None:
         self._counts = TouchCounts(remembered_pages)
 
-    def touch(self, keys: Sequence[bytes]) -> bool:
+    def touch(self, keys: Sequence[bytes], facts: SuffixFacts) -> bool:
         self._counts.touch(keys)
         return True
 
     def admits(self, keys: Sequence[bytes], facts: SuffixFacts) -> int:
         victim = facts.victim()
-        return len(keys) if victim is None else self._counts.leading(keys, self._counts.count(victim))
+        if victim is None:
+            return len(keys)
+        assert isinstance(victim.key, bytes), "write policies are told block keys"
+        return self._counts.leading(keys, self._counts.count(victim.key))
 
 
 class ByteBudget(Untouched):

@@ -75,7 +75,6 @@ def test_what_is_shared_takes_no_more_memory_the_more_often_it_is_used() -> None
     assert len(policy._life_of) <= 2000 + 70
     assert len(policy._life_by_request) <= 2 * len(policy._lives)
     assert len(policy._shared_by_request) <= 2 * len(policy._lives)
-    assert len(policy._unnamed) <= 64
 
 
 def test_many_tenants_are_told_apart_as_far_as_there_are_values_for_them() -> None:

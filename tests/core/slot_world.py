@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from hicache.jobs import CopyJob, CopyKind
 from hicache.node import Keep
 from hicache.page_changes import Place
+from hicache.policies.choice import policies_of
 from hicache.slot_directory import SlotDirectory, Step
 from hicache.slot_request import EngineSlot, SlotLoad, SlotRecord
 from hicache.spec import StateGroup
@@ -48,11 +49,12 @@ class SlotWorld(System):
         super().__init__(*arguments, **settings)  # type: ignore[arg-type]
 
     def begin(self) -> None:
+        eviction, policy = policies_of(self.eviction, self.policy())
         self.slots: SlotDirectory = SlotDirectory(
             self.spec,
             self.config,
-            write_policy=self.policy(),
-            eviction=checked(self.eviction),
+            write_policy=policy,
+            eviction=checked(eviction),
             read_policy=lambda costs: CheckedRead(self.read_policy, costs),
             one_numbering=self.one_numbering,
             tells_changes=True,

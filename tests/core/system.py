@@ -12,6 +12,7 @@ from hicache.directory_config import DirectoryConfig
 from hicache.jobs import FetchJob, Job, StoreJob
 from hicache.keys import BlockKeys
 from hicache.node import Entry, Keep, Tier
+from hicache.policies.choice import policies_of
 from hicache.policies.eviction import EvictionFactory
 from hicache.policies.eviction_choice import lru
 from hicache.policies.read import LoadFacts, ReadCosts, read_policy_of
@@ -105,11 +106,12 @@ class System:
 
     def begin(self) -> None:
         """An engine has started: nothing is in L1 and L2."""
+        eviction, policy = policies_of(self.eviction, self.policy())
         self.directory = Directory(
             self.spec,
             self.config,
-            write_policy=self.policy(),
-            eviction=checked(self.eviction),
+            write_policy=policy,
+            eviction=checked(eviction),
             read_policy=lambda costs: CheckedRead(self.read_policy, costs),
             snapshot_policy=self.snapshot_policy,
         )

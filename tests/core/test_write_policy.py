@@ -11,7 +11,7 @@ import pytest
 from msgspec import structs
 
 from hicache.errors import ConfigError
-from hicache.policies.facts import SuffixFacts
+from hicache.policies.facts import EvictionFacts, SuffixFacts
 from hicache.policies.touches import TouchCounts
 from hicache.policies.write import (
     WRITE_POLICIES,
@@ -31,6 +31,12 @@ def key_of(number: int) -> bytes:
     return blake2b(number.to_bytes(8, "little"), digest_size=32).digest()
 
 
+def page_of(number: int) -> EvictionFacts:
+    return EvictionFacts(
+        key_of(number), now_s=0.0, used_s=0.0, used_at=0, born_at=0, uses=1, end_tokens=16, tokens=16, bytes=1000
+    )
+
+
 def keys_of(*numbers: int) -> list[bytes]:
     return list(map(key_of, numbers))
 
@@ -39,17 +45,17 @@ def test_write_through_admits_all_and_write_back_nothing() -> None:
     path = keys_of(*range(5))
     assert WriteThrough().admits(path, FACTS) == 5
     assert WriteBack().admits(path, FACTS) == 0
-    assert not WriteThrough().touch(path)
-    assert not WriteBack().touch(path)
+    assert not WriteThrough().touch(path, FACTS)
+    assert not WriteBack().touch(path, FACTS)
 
 
 @pytest.mark.parametrize("touches", [1, 2, 3])
 def test_selective_admits_a_page_at_its_nth_touch(touches: int) -> None:
     policy = WriteThroughSelective(touches)
     for touch in range(1, touches + 2):
-        assert policy.touch(keys_of(1, 2, 3))
+        assert policy.touch(keys_of(1, 2, 3), FACTS)
         assert policy.admits(keys_of(1, 2, 3), FACTS) == (3 if touch >= touches else 0)
-    policy.touch(keys_of(1, 2, 9))
+    policy.touch(keys_of(1, 2, 9), FACTS)
     assert policy.admits(keys_of(1, 2, 9), FACTS) == (3 if touches == 1 else 2)
     assert policy.admits([], FACTS) == 0
 
@@ -103,8 +109,8 @@ def test_a_key_that_is_touched_very_often_does_not_overflow() -> None:
 def test_short_keys_are_counted_apart() -> None:
     policy = WriteThroughSelective()
     keys = [blake2b(bytes([n]), digest_size=16).digest() for n in range(50)]
-    policy.touch(keys)
-    policy.touch(keys[:20])
+    policy.touch(keys, FACTS)
+    policy.touch(keys[:20], FACTS)
     assert policy.admits(keys, FACTS) == 20
 
 
@@ -142,13 +148,13 @@ def test_settings_of_policies_are_checked(make: object, setting: str) -> None:
 
 def test_a_duel_is_lost_by_the_end_of_a_path_that_is_used_less_than_what_would_go_for_it() -> None:
     policy = TinyLfu()
-    policy.touch(keys_of(1, 2, 3))
-    policy.touch(keys_of(1, 2))
-    policy.touch(keys_of(8))
-    policy.touch(keys_of(8))
+    policy.touch(keys_of(1, 2, 3), FACTS)
+    policy.touch(keys_of(1, 2), FACTS)
+    policy.touch(keys_of(8), FACTS)
+    policy.touch(keys_of(8), FACTS)
     assert policy.admits(keys_of(1, 2, 3), FACTS) == 3, "there is room"
-    assert policy.admits(keys_of(1, 2, 3), structs.replace(FACTS, victim=lambda: key_of(8))) == 2
-    assert policy.admits(keys_of(1, 2, 3), structs.replace(FACTS, victim=lambda: key_of(9))) == 3
+    assert policy.admits(keys_of(1, 2, 3), structs.replace(FACTS, victim=lambda: page_of(8))) == 2
+    assert policy.admits(keys_of(1, 2, 3), structs.replace(FACTS, victim=lambda: page_of(9))) == 3
 
 
 def test_a_budget_of_bytes_takes_the_first_pages_and_fills_up_with_time() -> None:
