@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterator
 from hashlib import sha256
 from pathlib import Path
@@ -83,18 +81,6 @@ def test_br_024_the_same_key_of_two_tenants_names_two_objects(alice: Client, bob
     assert alice.get_stream(KEYS[:1], [5000]) == PAYLOADS[:1]
     assert bob.delete(KEYS[:1]) == [Outcome.OK]
     assert alice.present(KEYS[:1]) == [True]
-
-
-def test_br_024_probes_for_foreign_present_and_absent_keys_take_as_long(alice: Client, bob: Client) -> None:
-    absent = [object_key(number) for number in range(100, 104)]
-    times_s: dict[str, list[float]] = {"foreign": [], "absent": []}
-    for _ in range(300):
-        for name, keys in (("foreign", KEYS), ("absent", absent)):
-            started = time.perf_counter()
-            assert bob.present(keys) == [False] * 4
-            times_s[name].append(time.perf_counter() - started)
-    foreign, missing = (statistics.median(times_s[name]) for name in ("foreign", "absent"))
-    assert 0.7 < foreign / missing < 1.4
 
 
 def test_another_tenants_namespaces_are_not_told(alice: Client, shared: ThreadedDaemon) -> None:

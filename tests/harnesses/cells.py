@@ -32,7 +32,7 @@ class Cell:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One table of the matrix. ``run`` fills the places that it is given; ``reasons`` are of places that have no cell."""
+    """One table of the matrix. ``run`` fills the places it is given; ``reasons`` are of places that have no cell."""
 
     name: str
     columns: tuple[str, ...]

@@ -208,9 +208,10 @@ def run_copies(places: Collection[Place]) -> Table:
             table[fault, leg] = row(fault, LEGS[leg])
     killed = [leg for fault, leg in places if fault == KILLED]
     if killed:
-        with tempfile.TemporaryDirectory(prefix="hfm-") as folder:
-            with contextlib.closing(KilledEngines(Path(folder), killed)) as engines:
-                table |= {(KILLED, leg): str(engines.cell()) for leg in killed}
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hfm-")))
+            engines = stack.enter_context(contextlib.closing(KilledEngines(folder, killed)))
+            table |= {(KILLED, leg): str(engines.cell()) for leg in killed}
     return table
 
 

@@ -1,4 +1,4 @@
-"""Engines that stand in the middle of a copy, to be killed there: ``python -m tests.harnesses.copy_victim ADDRESS LEG...``.
+"""Engines in the middle of a copy, to be killed there: ``python -m tests.harnesses.copy_victim ADDRESS LEG...``.
 
 For each leg one process, whenever a line is read: prints its id when its copy has begun.
 """

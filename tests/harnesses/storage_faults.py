@@ -264,14 +264,16 @@ def run_store(store: str, places: Collection[Place]) -> Table:
     table: Table = {}
     wanted = [place for place in places if place[0] != KILLED]
     if wanted:
-        with tempfile.TemporaryDirectory(prefix="hfm-") as folder:
-            with contextlib.closing(StorageRun(store, Path(folder))) as run:
-                table |= {place: run.row(FaultKind(place[0]), place[1]) for place in wanted}
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hfm-")))
+            run = stack.enter_context(contextlib.closing(StorageRun(store, folder)))
+            table |= {place: run.row(FaultKind(place[0]), place[1]) for place in wanted}
     killed = [place for place in places if place[0] == KILLED]
     if killed:
-        with tempfile.TemporaryDirectory(prefix="hfm-") as folder:
-            with contextlib.closing(KilledRun(store, Path(folder))) as deaths:
-                table |= {place: deaths.row(place[1]) for place in killed}
+        with contextlib.ExitStack() as stack:
+            folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="hfm-")))
+            deaths = stack.enter_context(contextlib.closing(KilledRun(store, folder)))
+            table |= {place: deaths.row(place[1]) for place in killed}
     return table
 
 
