@@ -15,7 +15,7 @@ SLACK_S = 2.0  # a call is over so long after its deadline, on a machine that do
 USUAL_TIMES = 20  # and so many times what the same call takes without a fault, now and here
 TICK_S = 0.01
 
-Place = tuple[str, str]  # fault, column
+Place = tuple[str, str]  # fault, call
 Table = dict[Place, str]
 
 
@@ -35,19 +35,19 @@ class Part:
     """One table of the matrix. ``run`` fills the places it is given; ``reasons`` are of places that have no cell."""
 
     name: str
-    columns: tuple[str, ...]
+    calls: tuple[str, ...]
     run: Callable[[Collection[Place]], Table]
     reasons: Mapping[Place, str] = field(default_factory=dict)
 
     @property
     def places(self) -> list[Place]:
-        """All that have a cell, by rows."""
+        """All that have a cell, fault by fault."""
         return [place for place in self.all_places if place not in self.reasons]
 
     @property
     def all_places(self) -> list[Place]:
         """All there are."""
-        return [(fault, column) for fault in FAULTS for column in self.columns]
+        return [(fault, call) for fault in FAULTS for call in self.calls]
 
     @property
     def marks(self) -> tuple[str, str]:
@@ -58,8 +58,8 @@ class Part:
         """The table as the document has it, with a numbered reason for each place without a cell."""
         numbers = {reason: number for number, reason in enumerate(dict.fromkeys(self.reasons.values()), start=1)}
         shown = {place: f"({numbers[reason]})" for place, reason in self.reasons.items()} | table
-        lines = [f"| {self.name} | {' | '.join(self.columns)} |", "| --- " * (len(self.columns) + 1) + "|"]
-        lines += [f"| {fault} | {' | '.join(shown[fault, column] for column in self.columns)} |" for fault in FAULTS]
+        lines = [f"| {self.name} | {' | '.join(FAULTS)} |", "| --- " * (len(FAULTS) + 1) + "|"]
+        lines += [f"| {call} | {' | '.join(shown[fault, call] for fault in FAULTS)} |" for call in self.calls]
         lines += ["", *(f"- ({number}) {reason}" for reason, number in numbers.items())] if numbers else []
         return "\n".join(lines) + "\n"
 
@@ -72,10 +72,10 @@ class Part:
         """The cells of the document."""
         rows = [line.strip("| ").split(" | ") for line in self.documented().splitlines() if line.startswith("| ")]
         return {
-            (row[0], column): text
+            (fault, row[0]): text
             for row in rows[2:]
-            for column, text in zip(self.columns, row[1:], strict=True)
-            if (row[0], column) not in self.reasons
+            for fault, text in zip(FAULTS, row[1:], strict=True)
+            if (fault, row[0]) not in self.reasons
         }
 
     def write(self, table: Table) -> None:

@@ -217,7 +217,7 @@ def run_copies(places: Collection[Place]) -> Table:
 
 _IN_COMPUTE = (
     "it runs in the order of compute itself: a device on which it never ends computes nothing more either, and an "
-    "engine that hangs so is killed (last row)"
+    "engine that hangs so is killed (last column)"
 )
 _CHECKED_ONCE = "the back end is that of a load, and was checked as such"
 _ONE_WAY = "one plain copy of torch, which is the reference for all others; nothing could check it but itself"

@@ -28,9 +28,9 @@ def parts() -> list[Part]:
 
 
 def sample(part: Part, *, shift: int) -> list[Place]:
-    """Some places of a table: every fault and every column at least once, where they have a cell there."""
-    count = max(len(FAULTS), len(part.columns))
-    diagonal = {(FAULTS[(i + shift) % len(FAULTS)], part.columns[i % len(part.columns)]) for i in range(count)}
+    """Some places of a table: every fault and every call at least once, where they have a cell there."""
+    count = max(len(FAULTS), len(part.calls))
+    diagonal = {(FAULTS[(i + shift) % len(FAULTS)], part.calls[i % len(part.calls)]) for i in range(count)}
     return [place for place in part.places if place in diagonal]
 
 

@@ -34,7 +34,7 @@ from tests.harnesses.wire import Wire
 CONTROL = ("Session", "Lookup", "Delete", "Lease", "Pin", "Watch", "Stats", "Report")
 BULK = ("LOAD", "STORE", "GET", "PUT")
 ADMIN = {verb.name: verb for verb in (STATUS, NAMESPACES, EXPORT, VERIFY, TENANTS, RELOAD)}
-COLUMNS = (*CONTROL, *BULK, "memory", *ADMIN)
+CALLS = (*CONTROL, *BULK, "memory", *ADMIN)
 AT_BYTE = dict.fromkeys(BULK, 1) | dict.fromkeys(ADMIN, 40) | {"GET": 1000}  # an outcome, the head, the payload
 SOCKETS = {"control": "", "bulk": ".bulk", "memory": ".memory", "admin": ".admin"}
 
@@ -198,7 +198,7 @@ class WireRun:
         self._caller = Caller(path)
         self._bound = Bound()
         self._number = 0
-        for call in COLUMNS:
+        for call in CALLS:
             self._next(call)
             self._bound.learn(call, lambda call=call: self._caller.call(call, self._number, deadline_s=PATIENT_S))  # type: ignore[misc]  # bound now
         self._caller.settle()
@@ -310,4 +310,4 @@ _NO_SPACE = (
 
 def rpc_part() -> Part:
     """Every call, over sockets that fail."""
-    return Part("calls", COLUMNS, run_calls, {("ENOSPC", call): _NO_SPACE for call in COLUMNS})
+    return Part("calls", CALLS, run_calls, {("ENOSPC", call): _NO_SPACE for call in CALLS})

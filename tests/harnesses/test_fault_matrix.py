@@ -16,7 +16,7 @@ from hicache.wire.bulk import BulkKind
 from tests.harnesses.cells import DOCUMENT, FAULTS, SLACK_S, Bound, Part
 from tests.harnesses.copy_legs import BACK_ENDS, LEGS
 from tests.harnesses.fault_matrix import parts, sample
-from tests.harnesses.rpc_faults import ADMIN, COLUMNS
+from tests.harnesses.rpc_faults import ADMIN, CALLS
 
 PARTS = parts()
 NAMES = [part.name for part in PARTS]
@@ -40,15 +40,15 @@ def test_every_place_has_a_cell_or_a_reason(part: Part) -> None:
 
 def test_nothing_that_there_is_is_missing_in_the_matrix() -> None:
     assert {kind.value for kind in FaultKind} | {"killed"} == set(FAULTS)
-    assert {method.name for method in pb.DESCRIPTOR.services_by_name["HiCached"].methods} <= set(COLUMNS)
-    assert {kind.name for kind in BulkKind} <= set(COLUMNS)
+    assert {method.name for method in pb.DESCRIPTOR.services_by_name["HiCached"].methods} <= set(CALLS)
+    assert {kind.name for kind in BulkKind} <= set(CALLS)
     assert set(BACK_ENDS) == set(COPIES_SETTINGS) - {"auto"}
     assert {leg.kind for leg in LEGS.values()} == set(CopyKind) - {CopyKind.ARRIVE, CopyKind.CLEAR}
 
 
 def test_a_verb_that_is_in_no_table_is_named_with_the_reason() -> None:
     text = DOCUMENT.read_text()
-    [line] = [line for line in text.splitlines() if line.startswith("- Verbs without a column")]
+    [line] = [line for line in text.splitlines() if line.startswith("- Verbs without a row")]
     assert {verb.name for verb in VERBS} - set(ADMIN) == set(line.split("`")[1::2])
 
 

@@ -1,4 +1,4 @@
-"""Harness 3: a tenant tries everything that there is with what belongs to another; the owner's try beside it succeeds."""
+"""Harness 3: a tenant tries everything there is with what belongs to another; the owner's try beside it succeeds."""
 
 from __future__ import annotations
 
