@@ -10,6 +10,7 @@ from enum import Enum
 from typing import Literal, TypeAlias
 
 from hicache.backends.base import Backend, GetItem, Number, PutItem, StoredBatch, Usage, WalkedObject
+from hicache.backends.shared_store import SharedBackend
 from hicache.errors import UsageError
 from hicache.outcome import Outcome
 
@@ -178,3 +179,21 @@ class FaultyBackend:
         """See ``Backend.close``. Releases what hangs."""
         self.disarm()
         self._inner.close()
+
+
+class FaultySharedBackend(FaultyBackend):
+    """Implements ``SharedBackend`` by another one; faults of ``contains`` meet what is looked up, too."""
+
+    def __init__(self, inner: SharedBackend) -> None:
+        super().__init__(inner)
+        self._shared = inner
+
+    def find(self, keys: Sequence[bytes]) -> list[Outcome]:
+        """See ``SharedBackend.find``. What meets a fault is UNAVAILABLE: it cannot be told."""
+        _, hit = self._meet("contains", keys)
+        passed = iter(self._shared.find([key for key, is_hit in zip(keys, hit, strict=True) if not is_hit]))
+        return [Outcome.UNAVAILABLE if is_hit else next(passed) for is_hit in hit]
+
+    def numbers(self) -> Iterator[Number]:
+        """See ``SharedBackend.numbers``."""
+        return self._shared.numbers()

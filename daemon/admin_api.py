@@ -147,6 +147,9 @@ async def json_errors(
         return await handler(request)
     except web.HTTPException as error:
         return error_response(error.status, f"{request.method} {request.path[:200]}: {error.reason}")
+    except ConnectionError as error:  # in the middle of an answer
+        log.info("the caller of a verb went away", path=request.path[:200], reason=str(error))
+        return error_response(499, "the caller went away")
     except Exception:
         log.exception("a verb failed", path=request.path[:200])
         return error_response(500, "hicached has a fault here; its log says more")

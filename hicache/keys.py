@@ -40,7 +40,7 @@ def encode_fields(fields: Iterable[tuple[str, FieldValue]]) -> bytes:
     parts: list[bytes] = []
     for name, value in fields:
         tag, raw = _encode_value(name, value)
-        name_raw = name.encode()
+        name_raw = _encode_text(name, name)
         parts += (struct.pack("<I", len(name_raw)), name_raw, tag, struct.pack("<Q", len(raw)), raw)
     return b"".join(parts)
 
@@ -52,13 +52,27 @@ def _encode_value(name: str, value: FieldValue) -> tuple[bytes, bytes]:
         case bool():
             return b"t", b"\x01" if value else b"\x00"
         case int():
-            return b"i", str(value).encode()
+            return b"i", _encode_whole(value)
         case str():
-            return b"s", value.encode()
+            return b"s", _encode_text(name, value)
         case bytes():
             return b"b", value
         case _:
             raise UsageError(f"identity field {name!r} is a {type(value).__name__}; use None, bool, int, str or bytes")
+
+
+def _encode_text(name: str, text: str) -> bytes:
+    try:
+        return text.encode()
+    except UnicodeEncodeError as error:  # half of a surrogate pair, such as in a path that is no UTF-8
+        raise UsageError(f"identity field {name!r} has {text!r}: expected Unicode text, or bytes") from error
+
+
+def _encode_whole(value: int) -> bytes:
+    try:
+        return str(value).encode()
+    except ValueError:  # of more digits than Python writes
+        return hex(value).encode()
 
 
 def digest_fields(fields: Iterable[tuple[str, FieldValue]]) -> bytes:

@@ -76,6 +76,9 @@ class CacheSpec:
         identity_names = [name for name, _ in self.identity]
         if len(set(identity_names)) != len(identity_names):
             raise SpecError("identity", identity_names, "distinct names")
+        for name, value in self.identity:
+            if type(value) is int and not -(2**63) <= value < 2**64:
+                raise SpecError(f"identity.{name}", value, "a number of 64 bits, as hicached is told it, or its text")
         if self.layout != "page_first_direct":
             raise SpecError("layout", self.layout, "page_first_direct, the only layout that L3 reads in one extent")
         if self.key_hash not in KEY_HASHES:

@@ -94,6 +94,8 @@ class Admin:
         try:
             with self._reachable():
                 response = self._send(connection, verb, body, names)
+                if response.length is None and not response.chunked:  # its head was cut off before it told its length
+                    raise ConnectionResetError("the answer ended early")
             if response.status >= 400:
                 with self._reachable():
                     raise AdminRefused(response.status, _error_text(response.read(CHUNK_BYTES), response))

@@ -201,5 +201,7 @@ def _heads(layout: PoolLayout, rank: Rank, part: Part) -> str:
     return f"rank {rank.tp_rank} of {rank.tp_size}"
 
 
-def _text(value: object) -> str | None:
-    return None if value is None else str(value)
+def _text(value: object) -> FieldValue:
+    """The value where it is a plain one, else its text in bytes, with its kind: a number and its text differ."""
+    plain = value is None or type(value) in (bool, int, str)
+    return value if plain else f"{type(value).__name__} {value}".encode()  # type: ignore[return-value]  # of these types

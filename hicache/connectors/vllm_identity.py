@@ -125,6 +125,8 @@ _ENVIRONMENT = re.compile(
     r"VLLM_(ROCM_.*|MLA_DISABLE|CPU_ATTN_SPLIT_KV|HUMMING_\w+_CONFIG|MXFP\d_EMULATION_DEQUANT_AT_LOAD)"
 )
 
+_DIGESTED = "blake2b "  # what a text begins with that stands for a longer one
+
 _DUMMY_FORMATS = ("dummy",)
 _LOCAL_FORMATS = frozenset(
     {
@@ -132,6 +134,12 @@ _LOCAL_FORMATS = frozenset(
         *("instanttensor", "sharded_state", "runai_streamer", "runai_streamer_sharded"),
     }
 )
+
+
+class _Attribute(Enum):
+    """What a config of another release may have in place of a value."""
+
+    ABSENT = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,8 +267,11 @@ def _weights_of(
             "kv_connector_extra_config to a name that you change whenever the weights change",
         )
     content = fingerprint_checkpoint(folder, depth=depth)
-    options = _plain("model_loader_extra_config", getattr(load, "model_loader_extra_config", None) or {})
-    return content if not options else digest_fields([("content", content), ("options", _text(options))]).hex()
+    options = getattr(load, "model_loader_extra_config", None)
+    if not options:
+        return content
+    text = _text(_plain("model_loader_extra_config", options))
+    return digest_fields([("content", content), ("options", text)]).hex()
 
 
 def _config_pairs(vllm_config: Any) -> Iterator[tuple[str, object]]:
@@ -271,7 +282,7 @@ def _config_pairs(vllm_config: Any) -> Iterator[tuple[str, object]]:
         yield f"{part}", config is not None
         if config is not None:
             for name in names:
-                yield f"{part}.{name}", _plain(f"{part}.{name}", getattr(config, name, "absent"))
+                yield f"{part}.{name}", _plain(f"{part}.{name}", getattr(config, name, _Attribute.ABSENT))
     for part in _CONFIGS_WHOLE:
         yield part, _plain(part, getattr(vllm_config, part, None))
     model = vllm_config.model_config
@@ -295,7 +306,7 @@ def _hf_fields(hf_config: Any) -> dict[str, object]:
 def _kv_cache_pairs(kv_cache_config: Any) -> Iterator[tuple[str, object]]:
     """Not the names of layers: a rank of a pipeline has its own, which the model and the stages tell."""
     for name in _KV_CACHE_FIELDS:
-        yield f"kv_cache.{name}", _plain(name, getattr(kv_cache_config, name, "absent"))
+        yield f"kv_cache.{name}", _plain(name, getattr(kv_cache_config, name, _Attribute.ABSENT))
     groups = kv_cache_config.kv_cache_groups
     yield "kv_cache.groups", len(groups)
     for index, group in enumerate(groups):
@@ -303,7 +314,7 @@ def _kv_cache_pairs(kv_cache_config: Any) -> Iterator[tuple[str, object]]:
         for name, value in _spec_fields(group.kv_cache_spec):
             yield f"{prefix}.{name}", _plain(f"{prefix}.{name}", value)
         for name in _GROUP_FIELDS:
-            yield f"{prefix}.{name}", _plain(f"{prefix}.{name}", getattr(group, name, "absent"))
+            yield f"{prefix}.{name}", _plain(f"{prefix}.{name}", getattr(group, name, _Attribute.ABSENT))
 
 
 def _spec_fields(spec: Any) -> Iterator[tuple[str, object]]:
@@ -323,38 +334,43 @@ def _facts_pairs(facts: EngineFacts) -> Iterator[tuple[str, object]]:
 
 
 def _plain(name: str, value: object) -> object:
-    """``value`` as JSON would have it, with the class of every dataclass; the same in every process."""
+    """``value`` as JSON would have it, the same in every process; what JSON has no kind for begins with its kind.
+
+    Unequal values are never alike: a number, its text and a list of its text differ.
+    """
     match value:
         case Enum():  # before int and str, which many of them are
-            return f"{type(value).__name__}.{value.name}"
+            return ["enum", type(value).__name__, value.name]
         case None | bool() | int() | str():
             return value
-        case float() | Fraction() | Path():
-            return repr(value)
+        case float():
+            return ["float", repr(value)]
+        case Fraction() | Path():
+            return [type(value).__name__, str(value)]
         case bytes():
-            return value.hex()
+            return ["bytes", value.hex()]
         case Mapping():
-            return {str(key): _plain(f"{name}.{key}", item) for key, item in value.items()}
+            pairs = ([_plain(name, key), _plain(f"{name}.{key}", item)] for key, item in value.items())
+            return ["map", *sorted(pairs, key=_text)]
         case set() | frozenset():
-            return sorted(_text(_plain(name, item)) for item in value)
+            return ["set", *sorted((_plain(name, item) for item in value), key=_text)]
         case type():
-            return f"{value.__module__}.{value.__qualname__}"
+            return ["type", f"{value.__module__}.{value.__qualname__}"]
         case Sequence():
-            return [_plain(name, item) for item in value]
+            return ["list", *(_plain(name, item) for item in value)]
     if dataclasses.is_dataclass(value):
-        fields = {
-            each.name: _plain(f"{name}.{each.name}", getattr(value, each.name)) for each in dataclasses.fields(value)
-        }
-        return {"class": type(value).__name__, **fields}
+        names = [each.name for each in dataclasses.fields(value)]
+        fields = ([each, _plain(f"{name}.{each}", getattr(value, each))] for each in names)
+        return ["class", type(value).__name__, *fields]
     if type(value).__module__.split(".")[0] == "torch" and type(value).__name__ == "dtype":
-        return str(value)
+        return ["dtype", str(value)]
     if callable(to_dict := getattr(value, "to_dict", None)):
-        return {"class": type(value).__name__, **_plain_mapping(name, to_dict())}
+        return ["config", type(value).__name__, _plain_config(name, to_dict())]
     raise ConfigError(name, value, "a value whose text is the same in every process (it is part of what is shared)")
 
 
-def _plain_mapping(name: str, value: Mapping[str, object]) -> dict[str, object]:
-    return {str(key): _plain(f"{name}.{key}", item) for key, item in value.items() if key not in _HF_PROVENANCE}
+def _plain_config(name: str, value: Mapping[str, object]) -> object:
+    return _plain(name, {key: item for key, item in value.items() if key not in _HF_PROVENANCE})
 
 
 def _text(value: object) -> str:
@@ -362,9 +378,15 @@ def _text(value: object) -> str:
 
 
 def _bounded(name: str, value: object) -> FieldValue:
+    """The value itself where it is a plain one, else its JSON in bytes, which is like no text; long ones by digest."""
     if value is None or isinstance(value, bool | int):
         return value
-    text = value if isinstance(value, str) else _text(value)
-    if len(text) <= VALUE_CHARS_MAX:
-        return text
-    return f"blake2b {blake2b(text.encode(), digest_size=16, person=b'vllm.identity').hexdigest()}"
+    if isinstance(value, str):
+        return value if len(value) <= VALUE_CHARS_MAX and not value.startswith(_DIGESTED) else _digest_of(value)
+    text = _text(value)
+    return text.encode() if len(text) <= VALUE_CHARS_MAX else _digest_of(value)
+
+
+def _digest_of(value: object) -> str:
+    digest = blake2b(_text(value).encode(), digest_size=16, person=b"vllm.identity")
+    return f"{_DIGESTED}{digest.hexdigest()}"

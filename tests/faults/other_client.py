@@ -11,6 +11,7 @@ from hicache.outcome import Outcome
 from tests.client.memory import SmallMemory
 from tests.client.support import QUICK, SPEC, get, key, payload, put
 
+KEPT_OBJECTS = 32  # of its own; a store that keeps what was used lately would fill up
 FIRST_NUMBER = 1_000_000  # of its objects; nobody else's are called like that
 SETTINGS = ClientSettings(
     lease_s=0.0,
@@ -69,5 +70,6 @@ class OtherClient:
         outcomes = put(self._l3, [L3Item(key(number), 0, size_bytes)])
         outcomes += self._l3.lookup([key(number)], timeout_s=10.0)
         outcomes += get(self._l3, [L3Item(key(number), size_bytes, size_bytes)])
+        self._l3.delete([key(number - KEPT_OBJECTS)], timeout_s=10.0)
         if outcomes != [Outcome.OK] * 3 or view[size_bytes:] != content:
             self.wrong.append(f"object {number}: {outcomes}")

@@ -10,7 +10,7 @@ import pytest
 from tests.daemon.conftest import ThreadedDaemon
 from tests.engines.vllm.conftest import StartEngine
 from tests.engines.vllm.rig import hicache, prompt
-from tests.faults.table import BASE_METRICS
+from tests.harnesses.storage_faults import BASE_METRICS
 
 BLOCKS = {"llama": 40, "qwen3-next": 14}  # too few for four requests at once
 TOKENS = 8

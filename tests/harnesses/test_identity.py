@@ -1,0 +1,469 @@
+"""Harness 3: whatever makes two things different makes their names different, field by field and in any combination."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import json
+from collections.abc import Callable, Iterable, Mapping
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from hicache import keys as keys_module
+from hicache import spec as spec_module
+from hicache.connectors import sglang_identity, vllm_identity
+from hicache.connectors.sglang_pools import Part, Run
+from hicache.errors import SpecError, UsageError
+from hicache.keys import BlockKeys, FieldValue, chained_key, object_key
+from hicache.spec import CacheSpec, StateGroup
+from hicache.tenancy import physical_key, tenant_digest
+from tests.connectors import test_sglang_identity as sglang
+from tests.connectors import test_vllm_identity as vllm
+from tests.core.test_spec import ALL_FIELDS, ONE_VALUE, OTHERS, PARTS, spec_of, with_part
+
+GOLDEN = Path(__file__).parent / "golden_identity.json"
+NAMESPACE = bytes(range(32))
+Names = dict[str, bytes]  # by what was changed
+
+
+# -- each field alone ------------------------------------------------------------------------------------------------
+
+
+def spec_names() -> Names:
+    """Namespaces: one field of one part of a spec changed at a time."""
+    names = {"": dataclasses.replace(spec_of()).namespace}
+    for kind, field in ALL_FIELDS:
+        if (kind, field) not in ONE_VALUE:
+            changed = dataclasses.replace(PARTS[kind], **{field: OTHERS[kind][field]})  # type: ignore[type-var]
+            names[f"{kind.__name__}.{field}"] = with_part(changed).namespace
+    for field, value in (("layout", "other"), ("FORMAT_VERSION", 99)):
+        with pytest.MonkeyPatch.context() as patch:
+            spec = dataclasses.replace(spec_of())
+            if field == "layout":
+                object.__setattr__(spec, field, value)
+            else:
+                patch.setattr(spec_module, field, value)
+            names[field] = spec.namespace
+    state = PARTS[StateGroup]
+    assert isinstance(state, StateGroup)
+    other = (state.fields[0], dataclasses.replace(state.fields[1], dtype="float16"))
+    names["second state field"] = with_part(dataclasses.replace(state, fields=other)).namespace
+    swapped = spec_of(*spec_of().groups[::-1])
+    return names | {"order of groups": swapped.namespace}
+
+
+def root_names() -> Names:
+    """Roots of sequences: namespace, salt, and extras such as LoRA and images."""
+
+    def root(namespace: bytes = NAMESPACE, salt: bytes | None = b"s", **extras: FieldValue) -> bytes:
+        return BlockKeys(namespace, page_tokens=4).root(
+            salt=salt, extras={"lora": "a", "image": b"b", "rank": 1} | extras
+        )
+
+    names = {"": root(), "namespace": root(namespace=b"n"), "no salt": root(salt=None), "empty salt": root(salt=b"")}
+    return names | {f"extra {name}": root(**{name: "other"}) for name in ("lora", "image", "rank", "adapter")}
+
+
+def sglang_names() -> Names:
+    """Roots of SGLang's pools."""
+    names = {
+        "": sglang.root(),
+        "model": sglang.root(sglang.identity(model_name="org/other")),
+        "revision": sglang.root(sglang.identity(dataclasses.replace(sglang.SETTINGS, model_revision="r2"))),
+        "salt": sglang.root(sglang.identity(dataclasses.replace(sglang.SETTINGS, salt="s"))),
+        "version": sglang.root(sglang.identity(version="0.5.24")),
+        "pool": sglang.root(layout=dataclasses.replace(sglang.LAYOUT, name="swa")),
+        "replicated": sglang.root(layout=dataclasses.replace(sglang.LAYOUT, is_replicated=True)),
+        "plane": sglang.root(part=Part(1, 0, sglang.PART.runs)),
+        "object bytes": sglang.root(part=Part(0, 0, (Run(0, 64, 32),))),
+    }
+    for name in sglang_identity._ARGUMENTS:
+        names[name] = sglang.root(sglang.identity(**{name: "other"}))
+    for name in sglang.LAYOUT.identity:
+        names[f"layout {name}"] = sglang.root(layout=sglang.changed(**{name: 77}))
+    for name in ("tp_rank", "tp_size", "pp_rank", "pp_size", "cp_rank", "cp_size"):
+        names[f"rank {name}"] = sglang.root(rank=dataclasses.replace(sglang.RANK, **{name: 8}))
+    base = sglang.identity()
+    for field, _ in base.fields:
+        fields = tuple((name, "other" if name == field else value) for name, value in base.fields)
+        names[f"field {field}"] = sglang.root(dataclasses.replace(base, fields=fields))
+    return names
+
+
+def sglang_draft_names() -> Names:
+    """Roots of pools that hold a draft model's cache."""
+    draft = dataclasses.replace(sglang.LAYOUT, name="draft")
+
+    def root(**arguments: str) -> bytes:
+        return sglang.root(sglang.identity(**arguments), draft)
+
+    return {"": root()} | {name: root(**{name: "other"}) for name in sglang_identity._DRAFT_ARGUMENTS}
+
+
+def vllm_names() -> Names:
+    """Digests of vLLM engines: every field of every config, of the KV cache, of the running engine."""
+    names = {"": vllm.identity().digest, "revision": vllm.identity(revision="r2").digest}
+    for part, field in vllm.CONFIG_FIELDS:
+        names[f"{part}.{field}"] = vllm.identity(_setting(part, field)).digest
+    for part in {part for part, _ in vllm.CONFIG_FIELDS}:
+        names[f"no {part}"] = vllm.identity(lambda engine, _, part=part: _remove(engine, part)).digest
+    for part in vllm_identity._CONFIGS_WHOLE:
+        names[part] = vllm.identity(lambda engine, _, part=part: setattr(engine, part, {"a": 1})).digest
+    for field in vllm_identity._KV_CACHE_FIELDS:
+        names[f"kv_cache.{field}"] = vllm.identity(lambda _, cache, field=field: setattr(cache, field, "other")).digest
+    for index, spec in enumerate((vllm.Spec(), vllm.StateSpec())):
+        for each in dataclasses.fields(spec):
+            if each.name not in vllm_identity._SPEC_ALLOCATION:
+                names[f"group.{index}.{each.name}"] = vllm.identity(_of_group(index, spec, each.name)).digest
+        for field in vllm_identity._GROUP_FIELDS:
+            names[f"group.{index}.{field}"] = vllm.identity(
+                lambda _, cache, index=index, field=field: setattr(cache.kv_cache_groups[index], field, "other")
+            ).digest
+    for each in dataclasses.fields(vllm.FACTS):
+        value = ("other",) if each.name == "attention_choice" else "0.33.0" if each.name == "vllm_version" else "other"
+        names[each.name] = vllm.identity(facts=dataclasses.replace(vllm.FACTS, **{each.name: value})).digest  # type: ignore[arg-type]
+    for field in vllm.hf_config().values:
+        if field not in vllm_identity._HF_PROVENANCE:
+            names[f"hf.{field}"] = vllm.identity(_hf(field)).digest
+            names[f"hf_draft.{field}"] = vllm.identity(_hf_draft(field)).digest
+    names["hf_draft.layers"] = vllm.identity(_hf_draft("layers")).digest
+    names["architecture"] = vllm.identity(_architecture).digest
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONHASHSEED", "77")
+        names["hash_seed"] = vllm.identity().digest
+    return names
+
+
+def _setting(part: str, field: str) -> Callable[[Any, Any], None]:
+    return lambda engine, _: setattr(vllm.part_of(engine, part), field, "other")
+
+
+def _remove(engine: Any, part: str) -> None:
+    owner, _, name = part.rpartition(".")
+    if part != "model_config":  # there is no engine without one
+        setattr(vllm.part_of(engine, owner) if owner else engine, name, None)
+    else:
+        engine.model_config.hf_config = vllm.hf_config(other=1)
+
+
+def _of_group(index: int, spec: Any, field: str) -> Callable[[Any, Any], None]:
+    changed = dataclasses.replace(spec, **{field: "other"})
+    return lambda _, cache: setattr(cache.kv_cache_groups[index], "kv_cache_spec", changed)
+
+
+def _hf(field: str) -> Callable[[Any, Any], None]:
+    def change(engine: Any, _: Any) -> None:
+        engine.model_config.hf_config = engine.model_config.hf_text_config = vllm.hf_config(**{field: "other"})
+
+    return change
+
+
+def _hf_draft(field: str) -> Callable[[Any, Any], None]:
+    def change(engine: Any, _: Any) -> None:
+        engine.speculative_config.draft_model_config.hf_config = vllm.hf_config(**{"layers": 1, field: "other"})
+
+    return change
+
+
+def _architecture(engine: Any, _: Any) -> None:
+    class Other(vllm.HfConfig):
+        architectures = property(lambda self: ["OtherForCausalLM"])  # type: ignore[assignment]  # as it is there
+
+    engine.model_config.hf_config = engine.model_config.hf_text_config = Other(**vllm.hf_config().values)
+
+
+KINDS: dict[str, Callable[[], Names]] = {
+    "spec": spec_names,
+    "root": root_names,
+    "sglang": sglang_names,
+    "sglang draft": sglang_draft_names,
+    "vllm": vllm_names,
+}
+
+
+@pytest.fixture(autouse=True)
+def seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine's identity has the seed of its process in it."""
+    monkeypatch.setenv("PYTHONHASHSEED", "0")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_field_changed_alone_makes_another_name(kind: str) -> None:
+    names = KINDS[kind]()
+    assert [name for name in names if name and names[name] == names[""]] == []
+
+
+class Dropping:
+    """``encode_fields`` without one field: the mutant that forgets it."""
+
+    def __init__(self, dropped: str = "") -> None:
+        self._dropped = dropped
+        self.seen: dict[str, None] = {}
+        self._real = keys_module.encode_fields
+
+    def __call__(self, fields: Iterable[tuple[str, FieldValue]]) -> bytes:
+        given = list(fields)
+        self.seen |= dict.fromkeys(name for name, _ in given)
+        return self._real((name, value) for name, value in given if name != self._dropped)
+
+
+# Said twice: by other fields, too, so that no two things differ in these alone.
+REDUNDANT = {
+    "spec": {"groups", "group.0.kind", "group.1.kind", "group.1.fields", "group.1.slices"},
+    "vllm": {"kv_cache.groups", "group.0.kind", "group.1.kind", *vllm_identity._CONFIG_FIELDS},
+}
+BASES: dict[str, Callable[[], object]] = {
+    "spec": lambda: dataclasses.replace(spec_of()).namespace,
+    "root": lambda: BlockKeys(NAMESPACE, page_tokens=4).root(extras={"lora": "a", "image": b"b", "rank": 1}),
+    "sglang": sglang.root,
+    "sglang draft": lambda: sglang.root(layout=dataclasses.replace(sglang.LAYOUT, name="draft")),
+    "vllm": lambda: vllm.identity().digest,
+}
+
+
+def fields_of(kind: str) -> set[str]:
+    """The names of all fields that are encoded for the base, without those that are said twice."""
+    with pytest.MonkeyPatch.context() as patch:
+        recording = Dropping()
+        patch.setattr(keys_module, "encode_fields", recording)
+        BASES[kind]()
+    known = fields_of("sglang") if kind == "sglang draft" else REDUNDANT.get(kind, set())
+    return set(recording.seen) - known
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_field_that_is_forgotten_would_be_found(kind: str) -> None:
+    """Without it, two things that differ have one name: each field that is encoded has such a pair above."""
+    survivors = []
+    for field in sorted(fields_of(kind)):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(keys_module, "encode_fields", Dropping(field))
+            names = KINDS[kind]()
+        if all(digest != names[""] for name, digest in names.items() if name):
+            survivors.append(field)
+    assert survivors == []
+
+
+# -- any two of them -------------------------------------------------------------------------------------------------
+
+TRICKS = [
+    "",
+    "a",
+    "b",
+    "ab",
+    "é",
+    "e\u0301",
+    "A",
+    "\uff21",
+    "a\0",
+    "\0",
+    "1",
+    "True",
+    "None",
+    "extra.a",
+    "namespace",
+    " a",
+]
+texts = st.sampled_from(TRICKS) | st.text(max_size=3)
+values = st.none() | st.booleans() | st.integers(-2, 2) | st.just(2**64) | texts | st.sampled_from([b"", b"a", b"1"])
+tokens = st.lists(st.sampled_from([0, 1, 2, -1, 2**31, 2**32, 2**63 - 1, -(2**63)]), min_size=2, max_size=4)
+
+
+@dataclasses.dataclass(frozen=True)
+class Object:
+    """All that an object in L3 is named by."""
+
+    tenant: str
+    model: str
+    revision: str
+    identity: tuple[tuple[str, FieldValue], ...]
+    salt: bytes | None
+    extras: tuple[tuple[str, FieldValue], ...]
+    tokens: tuple[int, ...]
+    group: int
+    shard: int
+
+    @property
+    def name(self) -> bytes:
+        spec = CacheSpec(self.model, self.revision, spec_of().groups, page_tokens=2, identity=self.identity)
+        keys = BlockKeys(spec.namespace, page_tokens=2)
+        block_key = keys.chain(list(self.tokens), parent=keys.root(salt=self.salt, extras=dict(self.extras)))[-1]
+        return physical_key(tenant_digest(self.tenant), object_key(block_key, group=self.group, shard=self.shard))
+
+    @property
+    def meaning(self) -> str:
+        """Tells types apart, as ``==`` does not; tokens up to the last full page."""
+        whole = self.tokens[: len(self.tokens) // 2 * 2]
+        return repr(dataclasses.replace(self, tokens=whole))
+
+
+pairs = st.dictionaries(texts, values.filter(lambda value: value != 2**64), max_size=2).map(
+    lambda made: tuple(sorted(made.items()))
+)
+objects = st.builds(
+    Object,
+    tenant=texts,
+    model=texts,
+    revision=texts,
+    identity=pairs,
+    salt=st.none() | st.sampled_from([b"", b"a", b"ab"]),
+    extras=st.dictionaries(texts, values, max_size=2).map(lambda made: tuple(sorted(made.items()))),
+    tokens=tokens.map(tuple),
+    group=st.sampled_from([0, 1, 256, 65535]),
+    shard=st.sampled_from([0, 1, 256, 65535]),
+)
+
+
+@given(one=objects, other=objects)
+@settings(max_examples=300)
+def test_any_two_objects_that_differ_have_two_names(one: Object, other: Object) -> None:
+    assert (one.name == other.name) == (one.meaning == other.meaning)
+
+
+@given(one=objects, field=st.sampled_from([field.name for field in dataclasses.fields(Object)]), donor=objects)
+@settings(max_examples=300)
+def test_a_field_of_another_object_makes_another_name(one: Object, field: str, donor: Object) -> None:
+    changed = dataclasses.replace(one, **{field: getattr(donor, field)})
+    assert (one.name == changed.name) == (one.meaning == changed.meaning)
+
+
+def test_strings_may_be_moved_between_fields_and_never_meet() -> None:
+    """Every assignment of these strings to these fields has a name of its own."""
+    names = set()
+    for tenant, model, revision, salt, lora in itertools.product(
+        ["a", "ab", "b"], ["a", "ab"], ["", "b"], ["", "a", None], ["", "b"]
+    ):
+        encoded = None if salt is None else salt.encode()
+        names.add(Object(tenant, model, revision, (), encoded, (("lora", lora),), (1, 2), 0, 0).name)
+    assert len(names) == 3 * 2 * 2 * 3 * 2
+
+
+@given(
+    one=st.tuples(st.binary(max_size=3), st.integers(0, 3), st.integers(0, 3)),
+    other=st.tuples(st.binary(max_size=3), st.integers(0, 3), st.integers(0, 3)),
+)
+def test_block_group_and_shard_are_three_places_of_a_name(
+    one: tuple[bytes, int, int], other: tuple[bytes, int, int]
+) -> None:
+    def name(of: tuple[bytes, int, int]) -> bytes:
+        key, group, shard = of
+        return object_key(key.ljust(32, b"\0"), group=group, shard=shard)
+
+    def meaning(of: tuple[bytes, int, int]) -> tuple[bytes, int, int]:
+        return (of[0].ljust(32, b"\0"), *of[1:])
+
+    assert (name(one) == name(other)) == (meaning(one) == meaning(other))
+
+
+def test_a_page_of_an_engine_has_the_name_of_no_other_root_or_hash() -> None:
+    roots, hashes = (b"r" * 32, b"s" * 32), (b"a", b"ab", b"a\0", b"b" * 32)
+    made = [chained_key(root, page) for root in roots for page in hashes]
+    assert len(set(made)) == len(made)
+
+
+class Mode(Enum):
+    A = 1
+
+
+plain = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-2, 2)
+    | st.sampled_from([0.0, -0.0, 1.0, 1e16, 0.1, float("inf")])
+    | st.sampled_from([*TRICKS, "1.0", "Mode.A", "61", "/a", '["a"]', '["list","a"]', '["float","1.0"]', "x" * 600])
+    | st.sampled_from([b"", b"a", Mode.A, Path("/a"), int])
+    | st.sampled_from([frozenset({"a"}), frozenset({1, "1"})]),
+    lambda inner: (
+        st.lists(inner, max_size=2) | st.dictionaries(st.sampled_from(["a", "1", 1, "list"]), inner, max_size=2)
+    ),
+    max_leaves=4,
+)
+
+
+def _meaning(value: object) -> str:
+    if isinstance(value, Mapping):
+        return f"{{{sorted((repr(key), _meaning(item)) for key, item in value.items())}}}"
+    if isinstance(value, frozenset):
+        return f"set{sorted(map(_meaning, value))}"
+    return f"[{', '.join(map(_meaning, value))}]" if isinstance(value, list) else repr(value)
+
+
+@given(one=plain, other=plain)
+@example(one=1.0, other="1.0")
+@example(one=["a"], other='["a"]')
+@example(one=Mode.A, other="Mode.A")
+@example(one={1: "a"}, other={"1": "a"})
+@example(one={1: "a", "1": "b"}, other={"1": "b"})
+@example(one=b"a", other="61")
+@example(one=frozenset({1, "1"}), other=frozenset({1}))
+@settings(max_examples=300)
+def test_any_two_values_of_a_config_of_vllm_that_differ_make_two_namespaces(one: object, other: object) -> None:
+    names = [vllm_identity._bounded("x", vllm_identity._plain("x", value)) for value in (one, other)]
+    assert (keys_module.digest_fields([("x", names[0])]) == keys_module.digest_fields([("x", names[1])])) == (
+        _meaning(one) == _meaning(other)
+    )
+
+
+def test_the_text_of_a_digest_is_not_taken_for_what_it_stands_for() -> None:
+    long = vllm_identity._bounded("x", "x" * 600)
+    assert vllm_identity._bounded("x", long) != long
+
+
+def test_arguments_of_sglang_are_told_apart_by_kind() -> None:
+    given_ones = [None, "None", True, "True", 1, "1", 1.0, "1.0", "float 1.0"]
+    made = [sglang.root(sglang.identity(quantization=value)) for value in given_ones]
+    assert len(set(made)) == len(made)
+
+
+# -- what cannot be told apart is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [1.5, [1], {"a": 1}, object(), np.float32(1)], ids=lambda value: type(value).__name__)
+def test_a_value_without_one_text_is_no_part_of_a_name(value: Any) -> None:
+    with pytest.raises(UsageError, match=r"identity field 'extra\.x'"):
+        BlockKeys(NAMESPACE, page_tokens=2).root(extras={"x": value})
+
+
+@pytest.mark.parametrize("make", [lambda text: CacheSpec(text, "1", spec_of().groups).namespace, tenant_digest])
+def test_half_a_surrogate_pair_is_refused_or_at_least_no_other_text(make: Callable[[str], bytes]) -> None:
+    with pytest.raises((UsageError, UnicodeEncodeError)):
+        make("model \udc80")
+
+
+def test_a_number_of_the_identity_that_hicached_cannot_be_told_is_refused_at_once() -> None:
+    for value in (2**64, -(2**63) - 1):
+        with pytest.raises(SpecError, match=r"identity\.image"):
+            spec_of(identity=(("image", value),))
+    assert (
+        spec_of(identity=(("image", 2**64 - 1),)).namespace != spec_of(identity=(("image", str(2**64 - 1)),)).namespace
+    )
+
+
+def test_a_number_may_have_as_many_digits_as_it_likes() -> None:
+    roots = {BlockKeys(NAMESPACE, page_tokens=2).root(extras={"image": 16**power}) for power in (0, 3999, 4000, 4001)}
+    assert len(roots) == 4
+
+
+# -- what names have always been -------------------------------------------------------------------------------------
+
+
+def golden() -> dict[str, str]:
+    """One name of each kind."""
+    hybrid = spec_of(
+        identity=(("none", None), ("yes", True), ("one", 1), ("text", "é"), ("raw", b"\0")), page_tokens=16
+    )
+    made = {kind: names()[""] for kind, names in KINDS.items()}
+    made |= {"hybrid": hybrid.namespace, "tenant": tenant_digest("alice"), "chained": chained_key(b"r" * 32, b"page")}
+    made["object"] = Object("alice", "m", "1", (), b"salt", (("lora", "x"),), (1, 2, -3, 2**40), 1, 2).name
+    return {name: digest.hex() for name, digest in made.items()}
+
+
+def test_names_are_what_they_have_always_been() -> None:
+    """Where they must change, everything that is stored is stored anew: say so in the CHANGELOG."""
+    assert golden() == json.loads(GOLDEN.read_text())
