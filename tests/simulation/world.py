@@ -227,9 +227,10 @@ class DaemonLife:
 class World:
     """Everything of one life."""
 
-    def __init__(self, seed: int, *, engines: int = 2, requests: int = 12, weather: str = "") -> None:
+    def __init__(self, seed: int, *, engines: int = 2, requests: int = 12, weather: str = "", statements: float = 0.0) -> None:
+        """With ``statements`` fibers lose their turn between statements, too: one of so many, on average."""
         self.seed = seed
-        self.scheduler = Scheduler(seed)
+        self.scheduler = Scheduler(seed, statements_per_switch=statements)
         self.node = Node(self.scheduler)
         self.tally = Tally(lives=1)
         self.disk = DiskFaults(self.scheduler, self.tally)
