@@ -8,7 +8,8 @@ from hashlib import blake2b
 
 import click
 
-from tests.simulation.world import WEATHERS, Tally, World
+from tests.simulation.tally import Tally
+from tests.simulation.world import WEATHERS, World
 
 
 @click.command()

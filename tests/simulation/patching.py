@@ -229,6 +229,7 @@ def _complaints_of(node: Node) -> Iterator[None]:
 
     handler = Handler()
     loggers = [logging.getLogger(name) for name in ("hicache", "concurrent.futures", "asyncio")]
+    level = logging.getLogger().level  # which a reload of the daemon sets
     before, propagated = structlog.get_config(), [logger.propagate for logger in loggers]
     structlog.configure(processors=[note], cache_logger_on_first_use=False)
     for logger in loggers:
@@ -241,6 +242,7 @@ def _complaints_of(node: Node) -> Iterator[None]:
             logger.removeHandler(handler)
             logger.propagate = propagates
         structlog.configure(**before)
+        logging.getLogger().setLevel(level)
 
 
 __all__ = ["Node", "SimulationError", "patched"]
