@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 STOP_S_MAX = 40.0  # beyond what a drain may take
 AUDIT_S = 3.0  # between two audits, on average
-CAPACITIES = ("1MiB", "1200KiB", "2MiB", "4MiB")
+CAPACITIES = {"file": ("1MiB", "1200KiB", "2MiB", "4MiB"), "lmdb": ("4MiB", "8MiB")}  # an object of LMDB takes 64 KiB
 
 
 class DaemonLife:
@@ -132,7 +132,7 @@ class DaemonLife:
     def _reload(self, daemon: Daemon) -> None:
         """As SIGHUP, after somebody has changed the settings."""
         world, rng = self._world, self._world.scheduler.rng
-        world.settings["capacity_bytes"] = rng.choice(CAPACITIES)
+        world.settings["capacity_bytes"] = rng.choice(CAPACITIES[str(world.settings["backend"])])
         world.write_tenants(rng)
 
         async def reload() -> None:
@@ -145,18 +145,15 @@ class DaemonLife:
         loop.call_soon_threadsafe(lambda: world.kept.append(loop.create_task(reload())))
 
     def _scrub(self, daemon: Daemon) -> None:
-        progress = scrub.ScrubProgress()
         with contextlib.suppress(BackendError):
-            for progress in scrub.scrub(daemon.store):
-                self._world.scheduler.maybe_switch()
-        self._world.tally.scrubbed += progress.objects
+            *_, last = scrub.scrub(daemon.store)
+            self._world.tally.scrubbed += last.objects
 
     def _drop(self, daemon: Daemon) -> None:
-        progress, tenants = scrub.DropProgress(), sorted(daemon.store.tenants())
+        one = min(daemon.store.tenants(), default=b"")
         with contextlib.suppress(BackendError):
-            for progress in scrub.drop(daemon.store, wanted=lambda tenant, _: tenant == tenants[0], keys_max=3):
-                self._world.scheduler.maybe_switch()
-        self._world.tally.dropped += progress.objects
+            *_, last = scrub.drop(daemon.store, wanted=lambda tenant, _: tenant == one, keys_max=3)
+            self._world.tally.dropped += last.objects
 
     def stop(self) -> None:
         """As SIGTERM."""

@@ -41,7 +41,7 @@ class EngineLife:
         self._world.tally.engine_kills += 1
 
     def _main(self) -> None:
-        world, sim = self._world, self._world.scheduler
+        sim = self._world.scheduler
         engine = self._open()
         while self._left > 0:
             self._left -= 1
@@ -82,7 +82,7 @@ class EngineLife:
                     engine.cache.release(request)
 
     def _draw(self) -> tuple[list[int], list[int], bytes]:
-        """The tokens of a prompt; what this tenant computes for them, which is like nothing that others do; its salt."""
+        """The tokens of a prompt, what this tenant computes for them, which is like nothing others do, and its salt."""
         rng = self._world.scheduler.rng
         family, pages, salt = rng.randrange(PROMPTS), rng.randint(1, PAGES_MAX), rng.choice((0, 0, 0, 1, 2))
         tokens = [10_000 * family + number for number in range(pages * PAGE + 1)]

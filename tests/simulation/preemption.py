@@ -18,7 +18,7 @@ from functools import cache
 from typing import Any
 
 POINT = "__simulated_point__"
-LEFT_ALONE = ("hicache.wire", "hicache.cli", "hicache.plan", "hicache.connectors", "hicache.kernels")
+LEFT_ALONE = ("hicache.tracing", "hicache.wire", "hicache.cli", "hicache.plan", "hicache.connectors", "hicache.kernels")
 
 
 class _Points(ast.NodeTransformer):

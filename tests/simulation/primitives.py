@@ -275,7 +275,7 @@ class Threading:
             def cancel(self) -> None:
                 self._cancelled.set()
 
-        class local:
+        class Local:
             """Attributes of each fiber."""
 
             def _mine(self) -> dict[str, Any]:
@@ -295,7 +295,7 @@ class Threading:
         self._main = Thread(name="main")
         self.Lock, self.RLock, self.Condition, self.Event = Lock, RLock, Condition, Event
         self.Thread, self.Timer = Thread, Timer
-        self.local = local
+        self.local = Local
 
     def current_thread(self) -> Any:  # Any: a Thread
         fiber = self._scheduler.current

@@ -50,13 +50,14 @@ class World:
         self.engines: list[EngineLife] = []
         self.loops: list[Loop] = []
         self.folder = Path(tempfile.mkdtemp(prefix="hicache-sim-", dir="/dev/shm"))
+        backend = self.rng.choice(("file", "file", "file", "lmdb"))
         self.settings: dict[str, object] = {
             "socket": str(self.folder / "s"),
             "path": str(self.folder / "store"),
             "http": "",
-            "backend": self.rng.choice(("file", "file", "file", "lmdb")),
+            "backend": backend,
             "file_direct": "off",
-            "capacity_bytes": self.rng.choice(CAPACITIES),
+            "capacity_bytes": self.rng.choice(CAPACITIES[backend]),
             "object_bytes_max": "64KiB",
             "free_space_floor_bytes": 0,
             "io_threads": self.rng.choice((1, 2, 3)),
@@ -249,5 +250,6 @@ class World:
             l2=self.rng.choice((8, 12, 32)),
             address=f"unix://{self.settings['socket']}",
             prefetch=PrefetchPolicy(mode or self.rng.choice(MODES), threshold_tokens=0, base_s=1.0, hard_cap_s=10.0),
+            copies=self.rng.choice(("reference", "direct")),  # what is measured is not of the seed
             write_policy=self.rng.choice(("write_through", "write_through", "write_back")),
         )
