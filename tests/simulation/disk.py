@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -20,6 +21,10 @@ class DiskFaults:
         self.forgets_share = 0.0  # of what is read, a bit is wrong
         self.freezes_reads_only = False
         self.frozen_until_s = 0.0  # a call that begins before ends after
+
+    @property
+    def wall_s(self) -> float:
+        return self._sim.now_s + self._sim.wall_offset_s
 
     def meet(self, *, is_read: bool = False) -> None:
         """Before a call: perhaps a delay, perhaps an error."""
@@ -45,7 +50,10 @@ class DiskFaults:
         class Calls(FileCalls):
             def write(self, fd: int, parts: list[memoryview], offset: int) -> int:
                 faults.meet()
-                return super().write(fd, faults.shortened(parts), offset)
+                count = super().write(fd, faults.shortened(parts), offset)
+                now_s = faults.wall_s
+                os.utime(fd, (now_s, now_s))  # the kernel's clock is not that of the seed, and times of use order files
+                return count
 
             def read(self, fd: int, targets: list[memoryview], offset: int) -> int:
                 faults.meet(is_read=True)
