@@ -16,7 +16,9 @@ PROMPTS = 4
 SALTS = (b"", b"one", b"two")
 PAGES_MAX = 6
 SERVE_S_MAX = 120.0  # no request takes longer, whatever happens: every wait in it has a deadline
-REST_S_MAX = 600.0  # after its last request an engine has everything back within, from a disk that freezes again and again
+REST_S_MAX = (
+    600.0  # after its last request an engine has everything back within, from a disk that freezes again and again
+)
 RESTART_SHARE = 0.15  # of requests after which an engine goes and comes again, and finds in L3 what it has lost
 
 
@@ -164,14 +166,14 @@ def check_rest(engine: SmallEngine, sim: Any) -> None:
     What hicached has not let go of yet, it does within REST_S_MAX.
     """
     until_s = sim.now_s + REST_S_MAX
-    while (left := _what_is_held(engine)) and sim.now_s < until_s:
+    while (left := what_is_held(engine)) and sim.now_s < until_s:
         sim.sleep(1.0)
     if left:
         raise SimulationError(f"without a request the engine still has {left}")
     check_moment(engine)
 
 
-def _what_is_held(engine: SmallEngine) -> list[str]:
+def what_is_held(engine: SmallEngine) -> list[str]:
     cache = engine.cache
     held = []
     with cache._changed:
