@@ -1,4 +1,4 @@
-"""Harness 5 over real processes, and harness 1 after it: HICACHE_TEST_KILLS sets how many kills, the seed is printed."""
+"""Harness 5 over real engines and daemons, and harness 1 after it. HICACHE_TEST_KILLS sets how many kills."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import pytest
 
 from tests.harnesses.kill_loop import KillLoop
 
-KILLS = int(os.environ.get("HICACHE_TEST_KILLS", 5))
-SEED = int(os.environ.get("HICACHE_TEST_SEED", Random().randrange(2**32)))
+KILLS = int(os.environ.get("HICACHE_TEST_KILLS", "5"))
+SEED = int(os.environ.get("HICACHE_TEST_SEED", str(Random().randrange(2**32))))
 
 
 @pytest.mark.parametrize("backend", ["lmdb", "file"])

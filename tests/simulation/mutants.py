@@ -129,7 +129,8 @@ def watches_are_not_ended() -> Any:
 
 def removed_objects_stay_in_the_accounts() -> Any:
     """What was deleted still takes of the capacity."""
-    return put_in(file_accounts.Counts, "minus", lambda self, other: self)
+    add = file_accounts.Accounts.add
+    return put_in(file_accounts.Accounts, "add", lambda self, change: add(self, change) if change.objects > 0 else None)
 
 
 def without_its_lock(owner: Any) -> Any:
@@ -165,10 +166,10 @@ class Found:
 
 
 MUTANTS = (
-    Found(regions_are_not_held, "freezing"),
-    Found(late_bytes_are_not_doubted, "freezing"),
-    Found(doubt_settles_at_once, "freezing"),
-    Found(outcomes_are_of_other_objects),
+    Found(regions_are_not_held, "late"),
+    Found(late_bytes_are_not_doubted, "late"),
+    Found(doubt_settles_at_once, "late"),
+    Found(outcomes_are_of_other_objects, "forgetful"),
     Found(what_failed_counts_as_fetched),
     Found(attention_alone_is_a_prefix),
     Found(slots_are_not_given_back),

@@ -27,7 +27,13 @@ from tests.simulation.tally import Tally
 
 TOKENS = ("token-of-tenant-a-0123456789", "token-of-tenant-b-0123456789")
 HEAL_S = 40.0  # after the last fault: sessions, breakers and memory are back by then
-WEATHERS = ("mixed", "mixed", "freezing", "forgetful")  # which faults come, all of them or one kind again and again
+WEATHERS = (
+    "mixed",
+    "mixed",
+    "freezing",
+    "forgetful",
+    "late",
+)  # which faults come, all of them or one kind again and again
 MODES: tuple[PrefetchMode, ...] = ("best_effort", "wait_complete", "timeout")
 
 
@@ -157,6 +163,9 @@ class World:
             case "freezing":
                 self.disk.freezes_reads_only = True
                 self.disk.frozen_until_s = self.scheduler.now_s + self.scheduler.rng.uniform(5.0, 30.0)
+            case "late":  # a little more than engines wait for
+                self.disk.freezes_reads_only = True
+                self.disk.frozen_until_s = self.scheduler.now_s + self.scheduler.rng.uniform(1.0, 4.0)
             case "forgetful":
                 self.disk.forgets_share = self.scheduler.rng.choice((0.0, 0.05, 0.3))
             case _:
@@ -217,10 +226,10 @@ class World:
         if not self.daemon.is_ready:
             raise SimulationError("the daemon is not ready although nothing hinders it")
         self._l3_works_again()
-        sim.sleep(5.0)
+        sim.sleep(1.0)
         self.router.check_picture()
         self.router.stop()
-        sim.sleep(5.0)
+        sim.sleep(0.5)  # less than a lease lasts
         self.daemon.check_nothing_is_held()
         self.daemon.stop()
 
@@ -243,13 +252,16 @@ class World:
             engine.close()
 
     def make_engine(self, mode: PrefetchMode | None = None, *, tenant: int = 0) -> SmallEngine:
+        is_late = self.weather == "late"  # what comes too late finds its slot in use again
         return SmallEngine(
             self.groups,
             token=self.token(tenant),
             l1=self.rng.choice((8, 12, 32)),
-            l2=self.rng.choice((8, 12, 32)),
+            l2=8 if is_late else self.rng.choice((8, 12, 32)),
             address=f"unix://{self.settings['socket']}",
-            prefetch=PrefetchPolicy(mode or self.rng.choice(MODES), threshold_tokens=0, base_s=1.0, hard_cap_s=10.0),
+            prefetch=PrefetchPolicy(
+                mode or self.rng.choice(MODES), threshold_tokens=0, base_s=1.0, hard_cap_s=1.0 if is_late else 10.0
+            ),
             copies=self.rng.choice(("reference", "direct")),  # what is measured is not of the seed
             write_policy=self.rng.choice(("write_through", "write_through", "write_back")),
         )
