@@ -4,23 +4,26 @@ from __future__ import annotations
 
 import time
 import traceback
+from hashlib import blake2b
 
 import click
 
-from tests.simulation.world import WEATHERS, Tally, World
+from tests.simulation.tally import Tally
+from tests.simulation.world import WEATHERS, World
 
 
 @click.command()
 @click.option("--seed", default=0, show_default=True, help="Of the first life; the next one has the next.")
 @click.option("--lives", default=100, show_default=True, help="How many.")
 @click.option("--weather", type=click.Choice(sorted(set(WEATHERS))), default=None, help="Default: as the seed has it.")
-def main(seed: int, lives: int, weather: str | None) -> None:
+@click.option("--statements", default=0.0, help="Switch between statements, too: at one of so many.")
+def main(seed: int, lives: int, weather: str | None, statements: float) -> None:
     """Simulated lives of a node. Exits with 1 when one of them went wrong."""
     tally, wrong = Tally(), []
     began_s = time.perf_counter()
     for number in range(seed, seed + lives):
         try:
-            tally.add(World(number, weather=weather or "").run())
+            tally.add(World(number, weather=weather or "", statements=statements).run())
         except Exception as error:
             wrong.append(number)
             traceback.print_exception(error)
@@ -28,6 +31,7 @@ def main(seed: int, lives: int, weather: str | None) -> None:
     for name, value in vars(tally).items():
         if name != "traces":
             click.echo(f"{name:20}{value:>12,}")
+    click.echo(f"{'digest':20}{blake2b(''.join(tally.traces).encode(), digest_size=6).hexdigest():>12}")
     click.echo(f"{'seconds':20}{time.perf_counter() - began_s:>12,.1f}")
     if wrong:
         raise SystemExit(f"{len(wrong)} lives went wrong: seeds {', '.join(map(str, wrong))}")

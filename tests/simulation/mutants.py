@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from typing import Any
 
-from hicache import front
-from hicache.backends import file_objects
-from hicache.client import memory_link, transfer
-from hicache.daemon import budget, memory, sessions
+from hicache import front, prefetch, prefix, room, transfers
+from hicache.backends import events, file_accounts, file_objects
+from hicache.client import daemon_l3, memory_link, transfer
+from hicache.daemon import budget, call_tally, memory, sessions, watch
 from hicache.outcome import Outcome
 
 
@@ -77,12 +77,111 @@ def tickets_are_kept() -> Any:
     return put_in(budget.Ticket, "drop", lambda self: None)
 
 
-MUTANTS: tuple[tuple[Callable[[], Any], str, int], ...] = (  # with the weather and the seed of a life that finds it
-    (regions_are_not_held, "freezing", 24),
-    (late_bytes_are_not_doubted, "freezing", 18),
-    (checksums_are_not_compared, "forgetful", 1),
-    (leases_outlive_their_session, "", 1),
-    (tenants_share_keys, "", 1),
-    (salts_are_forgotten, "", 1),
-    (tickets_are_kept, "", 1),
+def outcomes_are_of_other_objects() -> Any:
+    """The client tells its engine what became of the objects in another order."""
+    finish = daemon_l3.DaemonL3._finish
+    return put_in(
+        daemon_l3.DaemonL3,
+        "_finish",
+        lambda self, direction, items, outcomes, done: finish(self, direction, items, outcomes[::-1], done),
+    )
+
+
+def what_failed_counts_as_fetched() -> Any:
+    """The executor says that every object of a transfer is there."""
+    joined = transfers._joined
+    return put_in(transfers, "_joined", lambda outcomes, counts: [Outcome.OK] * len(joined(outcomes, counts)))
+
+
+def attention_alone_is_a_prefix() -> Any:
+    """Windows and states need not be there for a prefix to be used."""
+    make = prefix.PrefixRule.__init__
+
+    def without_partial(self: Any, spec: Any) -> None:
+        make(self, spec)
+        self.partial, self._partial_mask = (), 0
+
+    return put_in(prefix.PrefixRule, "__init__", without_partial)
+
+
+def slots_are_not_given_back() -> Any:
+    """The directory forgets slots of requests that it is done with."""
+    return put_in(room.Room, "release", lambda self, tier, group, handles: None)
+
+
+def what_was_found_is_not_dropped() -> Any:
+    """Tokens that were found ahead and not used are counted nowhere."""
+    return put_in(prefetch.Prefetcher, "_drop", lambda self, pages, reason: None)
+
+
+def removals_are_not_told() -> Any:
+    """A watcher hears of what is stored alone."""
+    tell = events.Events.tell
+    return put_in(
+        events.Events, "tell", lambda self, key, removal: None if removal is not None else tell(self, key, removal)
+    )
+
+
+def watches_are_not_ended() -> Any:
+    """The daemon goes on telling those who have gone."""
+    return put_in(watch.Watches, "_end", lambda self, subscription: None)
+
+
+def removed_objects_stay_in_the_accounts() -> Any:
+    """What was deleted still takes of the capacity."""
+    add = file_accounts.Accounts.add
+    return put_in(file_accounts.Accounts, "add", lambda self, change: add(self, change) if change.objects > 0 else None)
+
+
+def without_its_lock(owner: Any) -> Any:
+    """``owner`` takes no lock."""
+    make = owner.__init__
+
+    def unlocked(self: Any, *args: Any, **kwargs: Any) -> None:
+        make(self, *args, **kwargs)
+        self._lock = nullcontext()
+
+    return put_in(owner, "__init__", unlocked)
+
+
+def the_tally_is_not_locked() -> Any:
+    """Threads count calls over each other: only switches between statements show it."""
+    return without_its_lock(call_tally.CallTally)
+
+
+def accounts_are_not_locked() -> Any:
+    """Threads add to the accounts of the folder over each other: only switches between statements show it."""
+    return without_its_lock(file_accounts.Accounts)
+
+
+@dataclass(frozen=True)
+class Found:
+    """In which lives a mutant is found: one of ``lives`` from ``seed`` on."""
+
+    mutant: Callable[[], Any]
+    weather: str = "mixed"
+    seed: int = 1
+    lives: int = 3
+    statements: float = 0.0
+
+
+MUTANTS = (
+    Found(regions_are_not_held, "late"),
+    Found(late_bytes_are_not_doubted, "late"),
+    Found(doubt_settles_at_once, "late"),
+    Found(outcomes_are_of_other_objects, "forgetful"),
+    Found(what_failed_counts_as_fetched),
+    Found(attention_alone_is_a_prefix),
+    Found(slots_are_not_given_back),
+    Found(what_was_found_is_not_dropped),
+    Found(tenants_share_keys),
+    Found(salts_are_forgotten),
+    Found(leases_outlive_their_session),
+    Found(tickets_are_kept),
+    Found(removals_are_not_told),
+    Found(watches_are_not_ended),
+    Found(checksums_are_not_compared, "forgetful"),
+    Found(removed_objects_stay_in_the_accounts),
+    Found(the_tally_is_not_locked, statements=20),
+    Found(accounts_are_not_locked, statements=20),
 )

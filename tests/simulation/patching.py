@@ -24,6 +24,7 @@ import structlog
 import hicache.backends
 import hicache.client
 import hicache.daemon
+from tests.simulation import preemption
 from tests.simulation.net import NetworkFaults, Selectors, Sockets
 from tests.simulation.primitives import Queues, Threading, Time
 from tests.simulation.rpc import Channel, Rpc, RpcFaults
@@ -72,6 +73,7 @@ def load_all() -> None:
     importlib.import_module("hicache.cache")
     importlib.import_module("tests.core.small_engine")
     _functions_with_clocks()  # while the collector shows all
+    preemption.prepare()
     gc.freeze()  # so that a collection after each life looks at that life alone
 
 
@@ -113,7 +115,22 @@ def patched(node: Node) -> Iterator[None]:
         _set(stack, sys.modules["hicache.daemon.server"], "GrpcServer", node.rpc.server_class())
         _set(stack, sys.modules["hicache.daemon.socket_lock"], "remove_stale_socket", _remove_socket)
         stack.enter_context(_complaints_of(node))
+        if scheduler.has_points:
+            stack.enter_context(preemption.points(scheduler.point))
+        stack.enter_context(_uncollected())
         yield
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """The collector comes when the whole process has made so many objects, and runs finalizers: not within a life."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def _classes_hashed_by_place() -> Iterator[type]:
@@ -212,6 +229,7 @@ def _complaints_of(node: Node) -> Iterator[None]:
 
     handler = Handler()
     loggers = [logging.getLogger(name) for name in ("hicache", "concurrent.futures", "asyncio")]
+    level = logging.getLogger().level  # which a reload of the daemon sets
     before, propagated = structlog.get_config(), [logger.propagate for logger in loggers]
     structlog.configure(processors=[note], cache_logger_on_first_use=False)
     for logger in loggers:
@@ -224,6 +242,7 @@ def _complaints_of(node: Node) -> Iterator[None]:
             logger.removeHandler(handler)
             logger.propagate = propagates
         structlog.configure(**before)
+        logging.getLogger().setLevel(level)
 
 
 __all__ = ["Node", "SimulationError", "patched"]

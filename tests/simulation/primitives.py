@@ -275,11 +275,27 @@ class Threading:
             def cancel(self) -> None:
                 self._cancelled.set()
 
+        class Local:
+            """Attributes of each fiber."""
+
+            def _mine(self) -> dict[str, Any]:
+                number = 0 if sim.current is None else sim.current.number
+                return vars(self).setdefault(f"of {number}", {})  # type: ignore[no-any-return]
+
+            def __getattr__(self, name: str) -> Any:
+                try:
+                    return self._mine()[name]
+                except KeyError:
+                    raise AttributeError(name) from None
+
+            def __setattr__(self, name: str, value: object) -> None:
+                self._mine()[name] = value
+
         self._scheduler = scheduler
         self._main = Thread(name="main")
         self.Lock, self.RLock, self.Condition, self.Event = Lock, RLock, Condition, Event
         self.Thread, self.Timer = Thread, Timer
-        self.local = real_threading.local  # what is kept in it is per process, which is as good
+        self.local = Local
 
     def current_thread(self) -> Any:  # Any: a Thread
         fiber = self._scheduler.current

@@ -14,6 +14,7 @@ from hicache.daemon.config import DaemonConfig
 from hicache.daemon.grpc_server import GRACE_S
 from tests.simulation.scheduler import Process, Scheduler
 
+STREAMS = ("Session", "Watch")  # as long as their client wants
 METHODS = ("Lookup", "Delete", "Lease", "Pin", "Stats", "Report")
 
 
@@ -82,8 +83,9 @@ class Server:
 class RunningCall:
     """A call between both sides. What a side says wakes the other."""
 
-    def __init__(self, sim: Scheduler, threading: Any, server: Server, deadline_s: float | None) -> None:
+    def __init__(self, sim: Scheduler, threading: Any, server: Server, method: str, deadline_s: float | None) -> None:
         self._sim = sim
+        self.method = method
         self.server = server
         self.deadline_s = deadline_s
         self.changed = threading.Condition()
@@ -179,8 +181,8 @@ class Rpc:
         server = self.servers.get(path)
         if server is None or not server.process.is_alive:
             raise RpcError(grpc.StatusCode.UNAVAILABLE, "failed to connect")
-        call = RunningCall(sim, self._threading, server, deadline_s)
-        if method != "Session" and sim.rng.random() < faults.lost_request_share:
+        call = RunningCall(sim, self._threading, server, method, deadline_s)
+        if method not in STREAMS and sim.rng.random() < faults.lost_request_share:
             faults.lost += 1
             return call  # until its deadline
         server.calls.append(call)
@@ -202,6 +204,9 @@ class Rpc:
         try:
             if method == "Session":
                 await service.Session(None, call)
+            elif method == "Watch":
+                assert packed is not None
+                await service.Watch(pb.WatchRequest.FromString(packed), call)
             else:
                 assert packed is not None
                 reply = await getattr(service, method)(requests[method].FromString(packed), call)
@@ -228,7 +233,7 @@ class Rpc:
                 self._channel = channel
                 for method in METHODS:
                     setattr(self, method, UnaryMethod(self, method))
-                self.Session = self._session
+                self.Session, self.Watch = self._session, self._watch
 
             def begin(self, method: str, request: Any, timeout: float) -> RunningCall:
                 if self._channel.is_closed:
@@ -254,15 +259,28 @@ class Rpc:
                     raise RpcError(grpc.StatusCode.DEADLINE_EXCEEDED, "Deadline Exceeded")
                 raise RpcError(*call.status)
 
-            def _session(self, requests: Iterator[Any]) -> SessionCall:
-                return SessionCall(rpc, self._channel, requests)
+            def _session(self, requests: Iterator[Any]) -> StreamCall:
+                return StreamCall(rpc, self._channel, "Session", requests)
+
+            def _watch(self, request: Any) -> StreamCall:
+                return StreamCall(rpc, self._channel, "Watch", iter([request]))
 
         return Stub
 
     def cancel(self, call: RunningCall) -> None:
         """By its client, who may be dead: nothing of it is waited for."""
+        self._cut(call, grpc.StatusCode.CANCELLED, "Locally cancelled by application!")
+
+    def break_streams(self) -> int:
+        """The connections of all streams are reset. How many."""
+        broken = [call for server in self.servers.values() for call in server.calls if call.method in STREAMS]
+        for call in broken:
+            self._cut(call, grpc.StatusCode.UNAVAILABLE, "Connection reset by peer")
+        return len(broken)
+
+    def _cut(self, call: RunningCall, status: grpc.StatusCode, details: str) -> None:
         call.is_cancelled = True
-        call.status = call.status or (grpc.StatusCode.CANCELLED, "Locally cancelled by application!")
+        call.status = call.status or (status, details)
         while call.changed._waiting:
             self._sim.wake(call.changed._waiting.popleft())
         if call.task is not None and call.server.process.is_alive and not call.server.loop.is_closed():
@@ -302,11 +320,11 @@ class Channel:
             call.finish(grpc.StatusCode.CANCELLED, "Channel closed!")
 
 
-class SessionCall:
-    """The stream of a session, as its client sees it: begun when it is first read."""
+class StreamCall:
+    """A stream, as its client sees it: begun when it is first read."""
 
-    def __init__(self, rpc: Rpc, channel: Channel, requests: Iterator[Any]) -> None:
-        self._rpc, self._channel = rpc, channel
+    def __init__(self, rpc: Rpc, channel: Channel, method: str, requests: Iterator[Any]) -> None:
+        self._rpc, self._channel, self._method = rpc, channel, method
         self._requests = requests
         self._call: RunningCall | None = None
         self._is_cancelled = False
@@ -316,20 +334,22 @@ class SessionCall:
 
         if self._is_cancelled:
             raise RpcError(grpc.StatusCode.CANCELLED, "cancelled")
-        hello = next(self._requests)
-        call = self._call = self._rpc.begin(self._channel.path, "Session", None, deadline_s=None)
+        reply = pb.SessionEvent if self._method == "Session" else pb.WatchEvents
+        packed = next(self._requests).SerializeToString()
+        call = self._call = self._rpc.begin(self._channel.path, self._method, packed, deadline_s=None)
         fiber = self._rpc._sim.current
         assert fiber is not None
         fiber.process.at_death.append(lambda: self._rpc.cancel(call))
         if self._is_cancelled:  # while it was on its way
             self._rpc.cancel(call)
-        hello = pb.SessionRequest.FromString(hello.SerializeToString())
-        call.server.loop.call_soon_threadsafe(call.requests.put_nowait, hello)
+        if self._method == "Session":
+            hello = pb.SessionRequest.FromString(packed)
+            call.server.loop.call_soon_threadsafe(call.requests.put_nowait, hello)
         while True:
             with call.changed:
                 call.changed.wait_for(lambda: call.replies or call.status)
             if call.replies:
-                yield pb.SessionEvent.FromString(call.replies.popleft())
+                yield reply.FromString(call.replies.popleft())
                 continue
             assert call.status is not None
             if call.status[0] is grpc.StatusCode.OK:

@@ -56,8 +56,12 @@ class Scheduler:
     nobody can run. ``trace`` is a digest of who ran when: equal for equal seeds.
     """
 
-    def __init__(self, seed: int, *, preempt_share: float = 0.2) -> None:
+    def __init__(self, seed: int, *, preempt_share: float = 0.2, statements_per_switch: float = 0.0) -> None:
+        """``preempt_share`` of what is done with locks, queues and sockets lets others run first; with
+        ``statements_per_switch`` so does, on average, one statement of so many."""
         self.rng = random.Random(seed)
+        self._statements_per_switch = statements_per_switch
+        self._statements_left = self._draw_statements()
         self.now_s = 1_000.0
         self.wall_offset_s = 1.7e9
         self.steps = 0
@@ -72,6 +76,11 @@ class Scheduler:
         self._polled: dict[int, Fiber] = {}  # by number, who waits for descriptors
         self._hub = greenlet.getcurrent()
         self._digest = blake2b(digest_size=16)
+
+    @property
+    def has_points(self) -> bool:
+        """Whether statements are switched between, too."""
+        return self._statements_per_switch > 0
 
     @property
     def trace(self) -> str:
@@ -134,6 +143,20 @@ class Scheduler:
         """Let somebody else run here, or not."""
         if self.current is not None and not self.is_over and self.rng.random() < self.preempt_share:
             self.give_way()
+
+    def point(self, value: Any = None) -> Any:
+        """Between two statements: perhaps somebody else runs here."""
+        self._statements_left -= 1
+        if self._statements_left <= 0:
+            self._statements_left = self._draw_statements()
+            fiber = self.current
+            if fiber is not None and not self.is_over and greenlet.getcurrent() is fiber.body:
+                self.give_way()
+        return value
+
+    def _draw_statements(self) -> int:
+        mean = self._statements_per_switch
+        return 1 + int(self.rng.expovariate(1 / mean)) if mean else 1 << 62
 
     def give_way(self) -> None:
         """Let somebody else run, perhaps."""

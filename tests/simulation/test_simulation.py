@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from tests.simulation.mutants import MUTANTS
-from tests.simulation.world import Tally, World
+from tests.simulation.tally import Tally
+from tests.simulation.world import World
 
 LIVES = 12
 
