@@ -55,7 +55,7 @@ class World:
         self._engines_wanted, self.requests = engines, requests
         self.engines: list[EngineLife] = []
         self.loops: list[Loop] = []
-        self.folder = Path(tempfile.mkdtemp(prefix="hicache-sim-", dir="/dev/shm"))
+        self.folder = Path(tempfile.mkdtemp(prefix="simulated-node-", dir="/dev/shm"))
         backend = self.rng.choice(("file", "file", "file", "lmdb"))
         self.settings: dict[str, object] = {
             "socket": str(self.folder / "s"),
