@@ -57,6 +57,8 @@ class Reloader:
         self._store = store
         self._manager = manager
         self._turn = asyncio.Lock()
+        self._next: asyncio.Task[ReloadAnswer] | None = None  # waits for its turn
+        self._tasks: set[asyncio.Task[ReloadAnswer]] = set()
 
     @property
     def config(self) -> DaemonConfig:
@@ -66,10 +68,28 @@ class Reloader:
     async def reload(self) -> ReloadAnswer:
         """Takes what changed. Raises ConfigError or BackendError, and then everything stays as it is.
 
-        The capacity is changed last, since that alone may fail after it was checked; a resize goes on in its thread
-        when the caller does not wait for it.
+        The capacity is changed last, since that alone may fail after it was checked. A reload goes on when the caller
+        does not wait for it.
         """
+        if self._next is None:
+            self._next = task = asyncio.create_task(self._reload_in_turn())
+            self._tasks.add(task)
+            task.add_done_callback(self._done)
+        return await asyncio.shield(self._next)
+
+    def stop(self) -> None:
+        """Nothing is reloaded any more."""
+        for task in self._tasks:
+            task.cancel()
+
+    def _done(self, task: asyncio.Task[ReloadAnswer]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            task.exception()  # told in the log, also where nobody waits for it any more
+
+    async def _reload_in_turn(self) -> ReloadAnswer:
         async with self._turn:
+            self._next = None  # who asks from here on may have changed what is read already
             self._manager.reloading()
             try:
                 answer = await self._reload()

@@ -192,6 +192,7 @@ class Daemon:
 
     def _start_reloader(self, parts: Sequence[Reloadable], store: Store) -> None:
         self._reloader = Reloader(self._config, self._reread, parts, store=store, manager=self._manager)
+        self._stages.callback(self._reloader.stop)
         serve_lifecycle(self.admin, self.drain, self._reloader, drain_s=lambda: self.drain_s)
 
     def _make_service(

@@ -7,7 +7,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 
-SEND_TIMEOUT_S = 1.0  # for a manager that is busy; the next message may do better
+SEND_TIMEOUT_S = 1.0  # for a manager that is busy, of what is said once; what is said again and again waits for nobody
 
 
 class ServiceManager:
@@ -42,18 +42,18 @@ class ServiceManager:
 
     def busy(self, status: str, *, within_s: float) -> None:
         """A start or stop goes on: it is not late if it is done, or says this again, within the time."""
-        self._tell(_extension(within_s), _status(status))
+        self._tell(_extension(within_s), _status(status), timeout_s=0)
 
     def alive(self) -> None:
         """Feeds the watchdog."""
-        self._tell("WATCHDOG=1")
+        self._tell("WATCHDOG=1", timeout_s=0)
 
-    def _tell(self, *lines: str) -> None:
+    def _tell(self, *lines: str, timeout_s: float = SEND_TIMEOUT_S) -> None:
         if self._address is None:
             return
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-                sender.settimeout(SEND_TIMEOUT_S)
+                sender.settimeout(timeout_s)
                 sender.sendto("\n".join(lines).encode(), self._address)
         except OSError:
             pass  # nobody is there any more, and nobody but the manager could do anything about it

@@ -104,6 +104,37 @@ def test_a_signal_that_finds_no_thread_or_ends_in_a_mistake_leaves_the_next_one_
     asyncio.run(signal_until_it_is_done())
 
 
+def test_many_who_ask_at_a_time_share_the_next_reload_which_goes_on_without_them(daemon: ThreadedDaemon) -> None:
+    reading, go_on = threading.Event(), threading.Event()
+    reads = 0
+
+    def reread() -> DaemonConfig:
+        nonlocal reads
+        reads += 1
+        reading.set()
+        assert go_on.wait(10)
+        return dataclasses.replace(
+            daemon.config, capacity_bytes=96 * MIB if reads == 2 else daemon.config.capacity_bytes
+        )
+
+    async def steps() -> None:
+        reloader = Reloader(daemon.config, reread, [], store=daemon.store, manager=ServiceManager({}))
+        first = asyncio.create_task(reloader.reload())
+        assert await asyncio.to_thread(reading.wait, 10)
+        later = [asyncio.create_task(reloader.reload()) for _ in range(100)]
+        await asyncio.sleep(0)
+        gone = later.pop()
+        gone.cancel()
+        first.cancel()
+        go_on.set()
+        answers = await asyncio.gather(*later)
+        assert {tuple(answer.changed) for answer in answers} == {("capacity_bytes",)}, "what they asked for"
+        assert reads == 2, "the first one goes on, and one is for all others"
+        assert reloader.config.capacity_bytes == daemon.store.usage().capacity_bytes == 96 * MIB
+
+    asyncio.run(steps())
+
+
 TOKENS = {name: f"token-of-{name}-0123456789" for name in ("alice", "bob", "carol", "alice-new")}
 
 

@@ -154,6 +154,16 @@ class TestNotify:
 
 
 class TestWatchdog:
+    def test_a_manager_that_hears_nothing_holds_up_nobody(
+        self, manager: Manager, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told = ServiceManager({"NOTIFY_SOCKET": str(manager.folder / "notify")})
+        monkeypatch.setattr("hicache.daemon.service_manager.SEND_TIMEOUT_S", 600.0)
+        for _ in range(1000):  # more than wait in any queue
+            told.alive()
+            told.busy("recovering", within_s=1.0)
+        assert manager.hear() == {"WATCHDOG": "1"}
+
     def test_it_is_fed_while_requests_are_served_and_not_when_the_process_stands_still(self, manager: Manager) -> None:
         manager.start(environment={"WATCHDOG_USEC": "300000"})
         manager.wait_ready()
