@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -19,7 +20,7 @@ from hicache.outcome import Outcome
 from tests.backends.payloads import get, key, payload, put
 from tests.daemon.client import Client
 from tests.daemon.raw_links import object_key, payload_of
-from tests.daemon.rig import DaemonProcess, DaemonThread, refused_start
+from tests.daemon.rig import START_S, DaemonProcess, DaemonThread, refused_start
 from tests.security.test_encryption import random_masters
 
 Start = Callable[..., DaemonProcess]
@@ -216,3 +217,26 @@ def test_br_131_the_keys_of_an_encrypted_store_go_with_it(run: Run, folder: Path
     assert names_in(folder / "store") == OURS
     plain = run(persist="false")  # the choice is free again
     store_pages(plain)
+
+
+def test_br_131_a_store_that_is_not_removed_in_time_does_not_hold_up_the_stop_and_goes_at_the_next_start(
+    run: Run, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    daemon = run(backend="file", persist="false")
+    store_pages(daemon)
+    over = threading.Event()
+
+    def hang(directory: Path) -> bool:
+        over.wait(START_S)
+        return False
+
+    with monkeypatch.context() as patched:
+        patched.setattr("hicache.daemon.recovery.wipe_store", hang)
+        patched.setattr("hicache.daemon.stopping.STOP_S", 0.0)
+        daemon.stop()
+        over.set()
+    assert daemon.stopped_clean is False
+    assert len(names_in(folder / "store")) > 8
+    again = run(backend="file", persist="false")
+    with Client(again.target) as client:
+        assert client.present(KEYS) == [False] * 8

@@ -11,7 +11,21 @@ from hicache.errors import StateNotCommitted
 from hicache.outcome import Outcome
 from tests.core.small_engine import ATTENTION, HYBRID, PAGE, STATE, WINDOW, Make, SmallEngine, by_source, prompt
 from tests.core.test_cache_snapshots import NAN, snapshot_slots
-from tests.core.test_handover import PAGES, object_of, objects_of
+
+PAGES = 5
+
+
+def object_of(engine: SmallEngine, tokens: Sequence[int], *, page: int, group: int) -> bytes:
+    """The key in L3 of one group's part of a page."""
+    keys = engine.cache._keys
+    block_key = keys.chain(tokens, parent=keys.root())[page]
+    [name] = [name for name in objects_of(engine) if name.startswith(block_key) and name[-4:-2] == bytes([0, group])]
+    return name
+
+
+def objects_of(engine: SmallEngine) -> dict[bytes, tuple[int, bytes]]:
+    assert engine.l3 is not None
+    return engine.l3.objects
 
 
 def test_br_142_a_state_that_the_engine_did_not_write_is_no_snapshot() -> None:
