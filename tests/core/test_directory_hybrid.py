@@ -5,53 +5,13 @@ from __future__ import annotations
 import pytest
 
 from hicache.errors import StateNotCommitted, UsageError
-from hicache.jobs import FetchJob, Job, LookupJob
+from hicache.jobs import FetchJob, Job
 from hicache.node import Tier
 from hicache.outcome import Outcome
 from hicache.prefetch_record import REPLANS_MAX
 from tests.core.simulated_executor import failing, no_fault
-from tests.core.situations import HYBRID, loaded_pages, prefetching, prompt, restore
-from tests.core.world import FULL, PAGE, STATE, World
-
-
-def test_br_032_a_page_that_one_stage_lacks_is_no_hit_and_is_stored_again() -> None:
-    world = World((FULL,), l1=16, l2=16, ranks=2, prefetch_l2_share=1.0, store_l2_share=1.0)
-    world.fill_l3(prompt(6))
-    for key in world.page_keys(prompt(6)):
-        del world.executor.l3[key, 0, 1]
-    world.serve(prompt(6))
-    assert world.directory.stats.prefetch_found == 0
-    assert all((key, 0, 1) in world.executor.l3 for key in world.page_keys(prompt(6)))
-    world.wind_up()
-
-
-def test_br_045_all_stages_act_on_the_shortest_of_their_prefixes() -> None:
-    world = World((FULL,), l1=16, l2=16, ranks=2, prefetch_l2_share=1.0)
-    live = prefetching(world, prompt(8))
-    world.executor.run_kind(LookupJob)
-    world.executor.l3.pop((live.record.keys[6], 0, 1))  # stage 1 loses its last two pages
-    world.executor.l3.pop((live.record.keys[7], 0, 1))
-    world.executor.run(0)
-    assert not world.directory.is_settled(live.record)  # stage 0 is early
-    assert world.directory.index.pools[Tier.L2][0].used_count == 8
-    restore(world, live)
-    assert loaded_pages(live) == 6
-    assert world.directory.index.pools[Tier.L2][0].used_count == 6
-    world.check()
-    world.wind_up()
-
-
-@pytest.mark.parametrize("first", [0, 1])
-def test_br_045_an_abort_between_two_stages_frees_everything_once(first: int) -> None:
-    world = World((FULL,), l1=16, l2=16, ranks=2, prefetch_l2_share=1.0)
-    live = prefetching(world, prompt(8))
-    world.executor.run_kind(LookupJob)
-    world.executor.run(first)
-    world.release(live)
-    world.run_all(failing(Outcome.IO_ERROR))
-    world.check()
-    assert world.directory.index.pools[Tier.L2][0].used_count == 0
-    world.wind_up()
+from tests.core.situations import HYBRID, loaded_pages, prefetching, prompt
+from tests.core.world import PAGE, STATE, World
 
 
 def test_a_copy_that_fails_on_one_rank_fails_on_all() -> None:

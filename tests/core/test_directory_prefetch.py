@@ -4,33 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from hicache.jobs import CopyJob, CopyKind, FetchJob, LookupJob
+from hicache.jobs import CopyKind, FetchJob, LookupJob
 from hicache.node import Tier
 from hicache.outcome import Outcome
-from hicache.slots import slot_of
 from hicache.spec import StateField, StateGroup
 from tests.core.simulated_executor import failing
 from tests.core.situations import HYBRID, evict_all, loaded_pages, prefetching, prompt, restore
 from tests.core.world import FULL, PAGE, WINDOW, Live, World
-
-
-def test_br_012_what_the_engine_holds_is_neither_fetched_nor_loaded_over() -> None:
-    world = World((FULL,), l1=16, l2=16, prefetch_l2_share=1.0)
-    world.serve(prompt(3))
-    world.executor.done.clear()
-    world.fill_l3(prompt(5))
-    shared = {slot_of(entry.handle) for tier, _, entry in world.entries() if tier is Tier.L1}
-    live = world.open(prompt(5))
-    assert live.record.local_tokens == {"l1": 3 * PAGE, "l2": 0}
-    world.prefetch(live)
-    restore(world, live)
-    assert loaded_pages(live) == 5
-    fetched = [i.block_key for task in world.executor.done if isinstance(task.job, FetchJob) for i in task.job.items]
-    assert fetched == live.record.keys[3:5]
-    written = {item.target for task in world.executor.done if isinstance(task.job, CopyJob) for item in task.job.items}
-    assert len(written) == 2
-    assert not written & shared
-    world.check()
 
 
 def test_a_page_of_the_prompt_is_always_left_to_compute() -> None:
@@ -57,63 +37,6 @@ def test_a_sliding_window_loads_its_last_window_only(pages: int) -> None:
     reach = world.spec.reach_pages[1]
     assert window == [page >= pages - reach for page in range(pages)]
     world.check()
-
-
-def test_br_033_a_prefetch_is_not_settled_before_its_plan_exists_and_all_pages_have_arrived() -> None:
-    world = World((FULL,), l1=16, l2=40, prefetch_l2_share=1.0)
-    world.fill_l3(prompt(36))
-    live = world.open(prompt(36))
-    assert world.directory.is_settled(live.record)  # nothing has been asked for
-    world.prefetch(live)
-    assert not world.directory.is_settled(live.record)
-    world.executor.run_kind(LookupJob)
-    fetches = len(world.executor.waiting)
-    assert fetches == 3
-    for _ in range(fetches):
-        assert not world.directory.is_settled(live.record)
-        world.executor.run(len(world.executor.waiting) - 1)  # the last pages arrive first
-    assert world.directory.is_settled(live.record)
-    world.check()
-
-
-def test_br_033_a_final_miss_settles_a_prefetch() -> None:
-    world = World((FULL,), l1=16, l2=16)
-    live = world.open(prompt(8))
-    world.prefetch(live)
-    assert not world.directory.is_settled(live.record)
-    world.executor.run_kind(LookupJob)
-    assert world.directory.is_settled(live.record)
-    assert world.directory.stats.prefetch_found == 0
-
-
-@pytest.mark.parametrize(
-    ("stalled", "pages"),
-    [({0}, 0), ({1}, 0), ({0, 1}, 0), (set(), 8)],
-    ids=["attention", "state", "both", "neither"],
-)
-def test_br_034_a_stalled_pool_counts_as_not_arrived_and_drains_without_touching_anybody(
-    stalled: set[int], pages: int
-) -> None:
-    world = World(HYBRID, l1=20, l2=20, prefetch_l2_share=1.0, job_items_max=1)
-    live = prefetching(world, prompt(8), without=frozenset((page, 1) for page in range(7)))
-    world.executor.run_kind(LookupJob)
-    for position in reversed(world.executor.waiting_for(FetchJob)):
-        if not stalled & {item.group for item in world.executor.waiting[position].job.items}:
-            world.executor.run(position)
-    world.load(live)  # the deadline has passed
-    world.executor.run_kind(CopyKind.LOAD)
-    world.executor.run_kind(CopyKind.RESET)
-    assert loaded_pages(live) == pages
-    world.check()
-    assert world.compute(live, pages=8, snapshot=True)
-    world.release(live)
-    other = world.open(prompt(8, seed=1))
-    world.load(other)
-    world.executor.run_kind(CopyKind.RESET)
-    world.compute(other, pages=8, snapshot=True)
-    world.run_all()  # late bytes arrive
-    world.check()
-    world.wind_up()
 
 
 def test_pages_that_arrive_late_are_kept_for_the_next_request() -> None:

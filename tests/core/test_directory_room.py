@@ -12,18 +12,6 @@ from tests.core.situations import HYBRID, evict_all, loaded_pages, prefetching, 
 from tests.core.world import FULL, MODELS, PAGE, STATE, WINDOW, World
 
 
-def test_br_042_an_l2_smaller_than_l1_goes_on_writing_through_and_prefetching() -> None:
-    world = World((FULL,), l1=100, l2=50)
-    for number in range(100):
-        world.serve(prompt(10, seed=number + 1))
-    assert len(world.executor.l3) == 1000
-    assert world.directory.stats.skipped == {}
-    cold = prefetching(world, prompt(20))
-    restore(world, cold)
-    assert loaded_pages(cold) == 20
-    world.wind_up()
-
-
 @pytest.mark.parametrize(("groups", "expected"), [((FULL,), 5), (HYBRID, 3)], ids=["attention", "hybrid"])
 def test_a_load_without_room_for_all_takes_the_longest_prefix_that_fits(
     groups: tuple[Group, ...], expected: int

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -57,25 +54,6 @@ def test_field_digests_are_what_they_have_always_been(vector: dict[str, object])
     fields = [(name, decoded(value)) for name, value in vector["fields"]]
     assert encode_fields(fields).hex() == vector["encoded"]
     assert digest_fields(fields).hex() == vector["digest"]
-
-
-@pytest.mark.parametrize("seed", ["0", "1", "random", None])
-def test_br_029_keys_do_not_depend_on_the_seed_of_the_process(seed: str | None) -> None:
-    program = (
-        "from hicache.keys import BlockKeys\n"
-        "k = BlockKeys(bytes(range(32)), page_tokens=4)\n"
-        "root = k.root(salt=b's', extras={'lora': 'x', 'image': b'y', 'rank': 1})\n"
-        "print(k.chain(list(range(12)), parent=root)[-1].hex())"
-    )
-    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
-    if seed is not None:
-        environment["PYTHONHASHSEED"] = seed
-    answer = subprocess.run(
-        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
-    )
-    made = block_keys()
-    root = made.root(salt=b"s", extras={"rank": 1, "image": b"y", "lora": "x"})
-    assert answer.stdout.strip() == made.chain(list(range(12)), parent=root)[-1].hex()
 
 
 # -- tokens ----------------------------------------------------------------------------------------------------------
@@ -230,32 +208,6 @@ def test_changing_any_one_part_of_an_identity_changes_the_key(
         "last": (namespace, salt, extras, (*tokens[: full - 1], tokens[full - 1] + 1)),
     }
     assert last_key(changed[field], key_hash) != last_key(identity, key_hash)
-
-
-@pytest.mark.parametrize("key_hash", KEY_HASHES)
-def test_br_018_the_same_string_in_another_field_is_another_key(key_hash: KeyHash) -> None:
-    def root(namespace: bytes = b"n", **parts: object) -> bytes:
-        return block_keys(namespace=namespace, key_hash=key_hash).root(**parts)  # type: ignore[arg-type]
-
-    roots = [
-        root(),
-        root(namespace=b"X"),
-        root(salt=b"X"),
-        root(salt=b""),
-        root(extras={"lora": "X"}),
-        root(extras={"lora": b"X"}),
-        root(extras={"lora": ""}),
-        root(extras={"lora": None}),
-        root(extras={"image": "X"}),
-        root(extras={"salt": "X"}),
-        root(extras={"salt": b"X"}),
-        root(extras={"namespace": b"X"}),
-        root(salt=b"X", extras={"lora": ""}),
-        root(salt=b"", extras={"lora": "X"}),
-        root(extras={"lora": "X", "image": ""}),
-        root(extras={"lora": "", "image": "X"}),
-    ]
-    assert len(set(roots)) == len(roots)
 
 
 def test_extras_may_come_in_any_order() -> None:

@@ -6,9 +6,6 @@ import fcntl
 import gc
 import mmap
 import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -149,24 +146,6 @@ def test_a_closed_pool_gives_out_nothing_more() -> None:
     for use in (lambda: pool.fd, lambda: pool.buffer, lambda: pool.view(0)):
         with pytest.raises(UsageError, match="closed"):
             use()
-
-
-def test_br_053_killed_processes_leave_nothing_in_shared_memory() -> None:
-    code = (
-        "import sys\n"
-        "from hicache.pools.host_memory import HostMemory\n"
-        "memory = HostMemory('hicache-l2', 1 << 20, setting='l2_bytes')\n"
-        "print('ready', flush=True)\n"
-        "sys.stdin.read()\n"
-    )
-    process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
-    with process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == b"ready\n"
-        during = os.listdir("/dev/shm")
-        process.send_signal(signal.SIGKILL)
-    assert process.returncode == -signal.SIGKILL
-    assert not [name for name in (*during, *os.listdir("/dev/shm")) if "hicache" in name]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

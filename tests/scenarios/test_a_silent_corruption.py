@@ -13,10 +13,12 @@ import pytest
 import torch
 
 from hicache.backends.faulty import Fault, FaultKind
+from hicache.errors import HandleError
 from hicache.keys import object_key as object_name
 from hicache.node import Tier
 from hicache.outcome import Outcome
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy
+from hicache.slots import SlotPool
 from hicache.spec import PagedGroup
 from hicache.tenancy import tenant_digest
 from tests.core.small_engine import ATTENTION, PAGE, SmallEngine, prompt
@@ -195,3 +197,12 @@ def test_br_015_sessions_that_come_back_from_l3_have_their_own_bytes(connect: Co
         engine.settle()
     served = engine.cache.stats.tokens_by_source
     assert served["l3"] > 50 * 8 * PAGE, "the control: most of them came from L3"
+
+
+@pytest.mark.parametrize("handle", [0, 1, 7, -1, 1 << 32, -(1 << 32), (1 << 33) + 1, 2**40])
+def test_br_011_a_handle_that_was_never_given_out_is_refused(handle: int) -> None:
+    pool = SlotPool(2)
+    with pytest.raises(HandleError):
+        pool.release(handle)
+    assert pool.free_count == 2
+    assert len(pool.acquire(2) or []) == 2

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import statistics
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -19,6 +22,7 @@ from hicache.daemon.config import DaemonConfig
 from hicache.daemon.tenants import Tenants
 from hicache.errors import ConfigError, SpecError, UsageError
 from hicache.keys import KEY_HASHES, BlockKeys
+from hicache.keys import KeyHash as HashName
 from hicache.outcome import Outcome
 from hicache.pools import L1Pool, L2Pool
 from hicache.spec import CacheSpec, PagedGroup
@@ -236,3 +240,48 @@ def test_br_028_heads_that_are_declared_to_be_replicated_are_refused_at_the_star
     ):
         with pytest.raises(SpecError, match="mla"):
             L1Pool.adopt(spec, {0: [heads]}, rank=1)
+
+
+@pytest.mark.parametrize("seed", ["0", "1", "random", None])
+def test_br_029_keys_do_not_depend_on_the_seed_of_the_process(seed: str | None) -> None:
+    program = (
+        "from hicache.keys import BlockKeys\n"
+        "k = BlockKeys(bytes(range(32)), page_tokens=4)\n"
+        "root = k.root(salt=b's', extras={'lora': 'x', 'image': b'y', 'rank': 1})\n"
+        "print(k.chain(list(range(12)), parent=root)[-1].hex())"
+    )
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONHASHSEED"}
+    if seed is not None:
+        environment["PYTHONHASHSEED"] = seed
+    answer = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True, check=True
+    )
+    made = BlockKeys(bytes(range(32)), page_tokens=4)
+    root = made.root(salt=b"s", extras={"rank": 1, "image": b"y", "lora": "x"})
+    assert answer.stdout.strip() == made.chain(list(range(12)), parent=root)[-1].hex()
+
+
+@pytest.mark.parametrize("key_hash", KEY_HASHES)
+def test_br_018_the_same_string_in_another_field_is_another_key(key_hash: HashName) -> None:
+    def root(namespace: bytes = b"n", **parts: object) -> bytes:
+        return BlockKeys(namespace, page_tokens=4, key_hash=key_hash).root(**parts)  # type: ignore[arg-type]
+
+    roots = [
+        root(),
+        root(namespace=b"X"),
+        root(salt=b"X"),
+        root(salt=b""),
+        root(extras={"lora": "X"}),
+        root(extras={"lora": b"X"}),
+        root(extras={"lora": ""}),
+        root(extras={"lora": None}),
+        root(extras={"image": "X"}),
+        root(extras={"salt": "X"}),
+        root(extras={"salt": b"X"}),
+        root(extras={"namespace": b"X"}),
+        root(salt=b"X", extras={"lora": ""}),
+        root(salt=b"", extras={"lora": "X"}),
+        root(extras={"lora": "X", "image": ""}),
+        root(extras={"lora": "", "image": "X"}),
+    ]
+    assert len(set(roots)) == len(roots)
