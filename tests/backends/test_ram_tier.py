@@ -291,8 +291,12 @@ def test_memory_is_counted_exactly_and_nobody_loses_what_it_was_given(seed: int)
     assert residents.stats().used_bytes == 0
 
 
-def test_every_number_is_documented(fake: FakeMooncake) -> None:
-    told = SharedStore(SharedRamTier(open_fake(fake), capacity_bytes=RAM), object_bytes_max=MIB).numbers()
-    names = [number.name + ("_total" if number.is_counter else "") for number in told]
+def test_every_number_is_documented(fake: FakeMooncake, tmp_path: Path) -> None:
+    files = FileBackend.open(tmp_path, capacity_bytes=MIB)
+    shared = SharedStore(SharedRamTier(open_fake(fake), capacity_bytes=RAM), object_bytes_max=MIB)
+    names = [
+        number.name + ("_total" if number.is_counter else "") for store in (files, shared) for number in store.numbers()
+    ]
     section = (ROOT / "docs" / "metrics.md").read_text().split("\n### Other backends\n")[1].split("\n### ")[0]
     assert re.findall(r"^\| `(\w+)`", section, flags=re.MULTILINE) == names
+    files.close()
