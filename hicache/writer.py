@@ -105,8 +105,10 @@ class Writer:
         copies: list[_PageCopy] = []
         stores: list[Node] = []
         done = 0
+        full = self._index.rule.full_mask
         for node in path:
-            if not self._is_parent_below(node):
+            parent = node.parent
+            if parent is not None and (parent.masks[Tier.L2] | parent.copying | parent.in_l3) & full != full:
                 break
             wanted = node.masks[Tier.L1] & ~(node.masks[Tier.L2] | node.copying | node.in_l3)
             if wanted:
@@ -164,10 +166,6 @@ class Writer:
         """Whether L3 neither has, nor is about to get, what a page after ``node`` needs of it."""
         full = self._index.rule.full_mask
         return (node.in_l3 | node.storing) & full != full
-
-    def _is_parent_below(self, node: Node) -> bool:
-        parent, full = node.parent, self._index.rule.full_mask
-        return parent is None or (parent.masks[Tier.L2] | parent.copying | parent.in_l3) & full == full
 
     # -- L1 to L2 ----------------------------------------------------------------------------------------------------
 

@@ -38,7 +38,7 @@ def run(*arguments: object, given: str = "") -> Ran:
     """`hicache ARGUMENTS` in this process, with its exit code as ``main`` makes it."""
     result = CliRunner().invoke(cli, [str(argument) for argument in arguments], input=given)
     if isinstance(result.exception, HiCacheError):
-        return Ran(exit_code(result.exception), result.stdout, f"hicache: {result.exception}")
+        return Ran(exit_code(result.exception), result.stdout, f"{result.stderr}hicache: {result.exception}")
     if result.exception is not None and not isinstance(result.exception, SystemExit):
         raise result.exception
     return Ran(result.exit_code, result.stdout, result.stderr)
