@@ -153,7 +153,7 @@ class BoundToResidence(WriteThroughSelective):
         self.world = world
         self.counts: Counter[Node] = Counter()
 
-    def touch(self, keys: Sequence[bytes]) -> bool:
+    def touch(self, keys: Sequence[bytes], facts: SuffixFacts) -> bool:
         self.counts.update(self.world().directory.index.nodes[key] for key in keys)
         return True
 
