@@ -150,14 +150,14 @@ class BoundToResidence(WriteThroughSelective):
     def __init__(self, world: Callable[[], World]) -> None:
         super().__init__()
         self.world = world
-        self.counts: Counter[Node] = Counter()
+        self.counts: Counter[Node | None] = Counter()
 
-    def touch(self, keys: Sequence[bytes]) -> bool:
-        self.counts.update(self.world().directory.index.nodes[key] for key in keys)
+    def touch(self, keys: Sequence[bytes], facts: SuffixFacts) -> bool:
+        self.counts.update(filter(None, map(self.world().directory.index.nodes.get, keys)))
         return True
 
     def admits(self, keys: Sequence[bytes], facts: SuffixFacts) -> int:
-        return sum(self.counts[self.world().directory.index.nodes[key]] >= 2 for key in keys)
+        return sum(self.counts[self.world().directory.index.nodes.get(key)] >= 2 for key in keys)
 
 
 @pytest.mark.parametrize("is_bound", [False, True], ids=["by key", "control: by residence"])

@@ -7,6 +7,7 @@ import pytest
 from hicache.errors import ConfigError
 from hicache.index import Index
 from hicache.node import Tier
+from hicache.policies.choice import policies_of
 from hicache.policies.eviction_choice import EVICTION_POLICIES, eviction_policy_of
 from hicache.policies.facts import RequestFacts
 from hicache.spec import CacheSpec
@@ -151,3 +152,37 @@ def tail_trim(items: object) -> object:
 def test_an_unknown_policy_is_refused_with_those_there_are(choice: object) -> None:
     with pytest.raises(ConfigError, match="s3_fifo"):
         eviction_policy_of(choice)  # type: ignore[arg-type]
+
+
+def test_a_copy_in_another_tier_is_known_by_the_request_that_used_what_it_was_made_of() -> None:
+    index = Index(SPEC, ((4,), (4,)), eviction=eviction_policy_of("continuation"))
+    request(index, b"page", at_s=5.0)
+    node = index.nodes[b"page"]
+    handles = index.acquire(Tier.L2, 0, 1)
+    assert handles is not None
+    copy = index.publish(node, Tier.L2, 0, handles[0])
+    source = node.entries[Tier.L1][0]
+    assert source is not None
+    assert copy.last is source.last is not None
+
+
+def test_continuation_for_both_is_one_object_and_alone_it_is_not() -> None:
+    eviction, write = policies_of("continuation", "continuation")
+    assert eviction == write.eviction  # type: ignore[attr-defined]  # the method of that object
+    for others in (("continuation", "write_through"), ("lru", "continuation")):
+        eviction, write = policies_of(*others)
+        assert eviction == eviction_policy_of(others[0])
+    with pytest.raises(ConfigError, match="eviction"):
+        policies_of("continuations", "write_through")
+
+
+def test_the_page_that_would_go_is_told_of_with_its_facts() -> None:
+    index = Index(SPEC, ((4,), (1,)), eviction=eviction_policy_of("lru"))
+    request(index, b"page", at_s=5.0)
+    assert index.victim() is None, "there is room"
+    handles = index.acquire(Tier.L2, 0, 1)
+    assert handles is not None
+    index.publish(index.nodes[b"page"], Tier.L2, 0, handles[0])
+    victim = index.victim()
+    assert victim is not None
+    assert (victim.key, victim.end_tokens) == (b"page", PAGE)

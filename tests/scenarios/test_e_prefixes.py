@@ -122,7 +122,7 @@ class DropsSome:
 
     ahead_share = 0.0
 
-    def touch(self, keys: list[bytes]) -> bool:
+    def touch(self, keys: list[bytes], facts: SuffixFacts) -> bool:
         return False
 
     def wrote(self, size_bytes: int) -> None:
