@@ -78,7 +78,8 @@ def _executed(leg: Leg, back_end: str, meet: Callable[[], Exception | None], bou
             executor.submit(leg.job(1))
             [outcome] = set(rank.completions.outcomes(1))
         assert outcome is not Outcome.OK or is_copied(rank, leg, before), f"{leg.name} is OK with wrong bytes"
-        assert executor.faults() == ({f"copy.{leg.kind}": faults} if faults else {})
+        counted = {f"copy.{leg.kind}": faults} if faults else {}
+        assert executor.faults() == counted, f"counted {executor.faults()} in place of {counted}"
         assert not any(executor.open_jobs().values())
         assert executor.close()
     finally:
@@ -161,6 +162,7 @@ class KilledEngines:
         self._memory = SmallMemory(2 * SIZE_BYTES)
         self._other = OtherClient(address, self._memory, size_bytes=SIZE_BYTES)
         self._let_other_work()
+        wait_until(lambda: not self._readings()["hicache_storage_busy_threads"], what="the end of the puts")
         self._base = self._readings()
         command = [sys.executable, "-m", "tests.harnesses.copy_victim", address, *legs]
         self._engines = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)

@@ -203,6 +203,7 @@ class WireRun:
             self._bound.learn(call, lambda call=call: self._caller.call(call, self._number, deadline_s=PATIENT_S))  # type: ignore[misc]  # bound now
         self._caller.settle()
         self._caller.clients["memory"].unpin([key(n) for n in range(1, self._number + 1)], timeout_s=PATIENT_S)
+        wait_until(lambda: not self._readings()["hicache_storage_busy_threads"], what="the end of the calls")
         self._base = self._readings()
         self._descriptors = open_descriptors().total()
 

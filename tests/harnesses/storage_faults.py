@@ -148,7 +148,9 @@ class StorageRun:
         name = self._do(operation, way, number, faults)
         after = self._count(operation, way)
         changed = {outcome: after[outcome] - before.get(outcome, 0) for outcome in after}
-        assert {outcome.name: count for outcome, count in changed.items() if count} == {name: 1}, changed
+        assert {outcome.name: count for outcome, count in changed.items() if count} == {name: 1}, (
+            f"{name} was counted as {changed}"
+        )
         return name
 
     def _count(self, operation: str, way: str) -> dict[Outcome, int]:

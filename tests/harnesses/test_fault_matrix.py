@@ -11,12 +11,15 @@ from hicache.admin.verbs import VERBS
 from hicache.backends.faulty import FaultKind
 from hicache.jobs import CopyKind
 from hicache.moves import COPIES_SETTINGS
+from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.bulk import BulkKind
 from tests.harnesses.cells import DOCUMENT, FAULTS, SLACK_S, Bound, Part
+from tests.harnesses.copy_faults import run_copies
 from tests.harnesses.copy_legs import BACK_ENDS, LEGS
 from tests.harnesses.fault_matrix import parts, sample
 from tests.harnesses.rpc_faults import ADMIN, CALLS
+from tests.harnesses.storage_faults import run_store
 
 PARTS = parts()
 NAMES = [part.name for part in PARTS]
@@ -50,6 +53,32 @@ def test_a_verb_that_is_in_no_table_is_named_with_the_reason() -> None:
     text = DOCUMENT.read_text()
     [line] = [line for line in text.splitlines() if line.startswith("- Verbs without a row")]
     assert {verb.name for verb in VERBS} - set(ADMIN) == set(line.split("`")[1::2])
+
+
+class TestMutants:
+    """What the matrix would find."""
+
+    def test_a_store_that_does_not_check(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("hicache.backends.file_objects._Check.is_right", lambda _: True)
+        with pytest.raises(AssertionError, match="a get is OK with wrong bytes"):
+            run_store("file", [("wrong bytes", "get")])
+
+    def test_a_client_that_does_not_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("hicache.client.status.Counters.count", lambda *_: None)
+        with pytest.raises(AssertionError, match="OK was counted as"):
+            run_store("mooncake", [("delay", "lookup")])
+
+    def test_an_executor_that_does_not_count(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("hicache.executor.Executor._copy_fault", lambda *_: None)
+        with pytest.raises(AssertionError, match=r"counted {} in place of {'copy.load': 1}"):
+            run_copies([("EIO", "load")])
+
+    def test_a_copy_that_fails_in_silence(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(
+            "hicache.copy_jobs.CopyRun.outcomes", property(lambda run: [Outcome.OK for _ in run._job.items])
+        )
+        with pytest.raises(AssertionError, match="load is OK with wrong bytes"):
+            run_copies([("short", "load")])
 
 
 class TestBound:

@@ -243,3 +243,47 @@ def test_connections_of_one_address_are_bounded(daemon: ThreadedDaemon) -> None:
     finally:
         for one in silent:
             one.close()
+
+
+@pytest.mark.parametrize("kept_bytes", [0, 20, 60])
+def test_an_answer_that_ends_in_its_head_is_no_empty_one(folder: Path, kept_bytes: int) -> None:
+    head = b"HTTP/1.1 200 OK\r\nContent-Type: application/octet-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(str(folder / "a.sock"))
+        listener.listen()
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(head[:kept_bytes])
+
+        answering = threading.Thread(target=answer)
+        answering.start()
+        with (
+            pytest.raises(DaemonUnreachable),
+            Admin(str(folder / "a.sock"), timeout_s=10).open(EVENTS) as parts,
+        ):
+            b"".join(parts)
+        answering.join()
+
+
+async def test_a_caller_who_goes_away_in_the_middle_is_no_fault_of_hicached() -> None:
+    from aiohttp import web
+    from aiohttp.test_utils import make_mocked_request
+    from structlog.testing import capture_logs
+
+    from hicache.daemon.admin_api import json_errors
+
+    async def gone(request: web.Request) -> web.StreamResponse:
+        raise ConnectionResetError("Cannot write to closing transport")
+
+    async def broken(request: web.Request) -> web.StreamResponse:
+        raise KeyError("a defect")
+
+    levels = []
+    for handler in (gone, broken):
+        with capture_logs() as lines:
+            await json_errors(make_mocked_request("GET", "/v1/namespaces/x/export"), handler)
+        levels.append([line["log_level"] for line in lines])
+    assert levels == [["info"], ["error"]]
