@@ -13,7 +13,7 @@ from tests.simulation.mutants import MUTANTS, Found
 from tests.simulation.tally import Tally
 from tests.simulation.world import World
 
-LIVES = 6
+LIVES = 4
 STATEMENTS = 60.0
 
 
