@@ -56,7 +56,7 @@ class World:
         self._engines_wanted = engines
         self.engines: list[EngineLife] = []
         self.loops: list[Loop] = []
-        self.folder = Path(tempfile.mkdtemp(prefix="hicache-sim-", dir="/dev/shm"))
+        self.folder = Path(tempfile.mkdtemp(prefix="simulated-", dir="/dev/shm"))
         backend = self.rng.choice(("file", "file", "file", "lmdb"))
         self.settings: dict[str, object] = {
             "socket": str(self.folder / "s"),
