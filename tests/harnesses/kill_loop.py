@@ -29,7 +29,7 @@ AT_REST = (
     "hicache_storage_queued_chunks",
     "hicache_store_leaving_objects",
 )
-MOMENTS = ("engine", "daemon", "engine", "both", "stop")  # of what ends, by SIGKILL but for a stop
+MOMENTS = ("engine", "daemon", "both", "engine", "stop")  # of what ends, by SIGKILL but for a stop
 
 
 class EngineProcess:

@@ -11,7 +11,7 @@ import pytest
 
 from tests.harnesses.kill_loop import KillLoop
 
-KILLS = int(os.environ.get("HICACHE_TEST_KILLS", "5"))
+KILLS = int(os.environ.get("HICACHE_TEST_KILLS", "3"))
 SEED = int(os.environ.get("HICACHE_TEST_SEED", str(Random().randrange(2**32))))
 
 
@@ -21,4 +21,4 @@ def test_engines_and_daemons_are_killed_and_all_agrees_when_the_next_is_ready(ba
     with TemporaryDirectory(prefix="hkl-") as folder:
         ended = KillLoop(Path(folder) / "n", backend=backend, seed=SEED).run(KILLS)
     assert ended["served"] > 0
-    assert ended["engine"] + ended["both"] >= KILLS // 5
+    assert ended["engine"] + ended["both"] >= min(2, KILLS)

@@ -24,6 +24,7 @@ import structlog
 import hicache.backends
 import hicache.client
 import hicache.daemon
+from hicache.notices import Notices
 from tests.simulation import preemption
 from tests.simulation.net import NetworkFaults, Selectors, Sockets
 from tests.simulation.primitives import Queues, Threading, Time
@@ -97,6 +98,8 @@ def patched(node: Node) -> Iterator[None]:
             for name, value in list(vars(module).items()):
                 if isinstance(value, types.ModuleType) and value in fakes:
                     _set(stack, module, name, fakes[value])
+                elif isinstance(value, Notices):  # which remembers what it has said in the life before
+                    _set(stack, module, name, Notices(logging.getLogger(module.__name__), clock=clock.monotonic))
         _set(stack, futures_base, "threading", node.threading)
         numbers = itertools.count()
 

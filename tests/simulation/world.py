@@ -52,10 +52,11 @@ class World:
         self.rng = random.Random(seed ^ 0x5EED)
         drawn = self.rng.choice(WEATHERS)
         self.weather = weather or drawn
-        self._engines_wanted, self.requests = engines, requests
+        self.requests = requests * (3 if self.weather == "late" else 1)
+        self._engines_wanted = engines
         self.engines: list[EngineLife] = []
         self.loops: list[Loop] = []
-        self.folder = Path(tempfile.mkdtemp(prefix="simulated-node-", dir="/dev/shm"))
+        self.folder = Path(tempfile.mkdtemp(prefix="simulated-", dir="/dev/shm"))
         backend = self.rng.choice(("file", "file", "file", "lmdb"))
         self.settings: dict[str, object] = {
             "socket": str(self.folder / "s"),
@@ -163,9 +164,10 @@ class World:
             case "freezing":
                 self.disk.freezes_reads_only = True
                 self.disk.frozen_until_s = self.scheduler.now_s + self.scheduler.rng.uniform(5.0, 30.0)
-            case "late":  # a little more than engines wait for
+            case "late":  # a little more than the ten seconds that engines give a fetch
                 self.disk.freezes_reads_only = True
-                self.disk.frozen_until_s = self.scheduler.now_s + self.scheduler.rng.uniform(1.0, 4.0)
+                if self.disk.frozen_until_s < self.scheduler.now_s - 1.0:
+                    self.disk.frozen_until_s = self.scheduler.now_s + self.scheduler.rng.uniform(10.2, 14.0)
             case "forgetful":
                 self.disk.forgets_share = self.scheduler.rng.choice((0.0, 0.05, 0.3))
             case _:
