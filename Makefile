@@ -48,8 +48,8 @@ $(STAMP): pyproject.toml constraints.txt
 run: setup ## Run the demo on embedded defaults; ARGS="--json -" for more
 	@$(BIN)/hicache demo $(ARGS)
 
-test: setup ## Run the tests; ARGS="-k keys", ARGS=--cov for coverage
-	@$(BIN)/python -m pytest -q $(ARGS)
+test: setup ## Run the tests, on all cores; ARGS="-n 0 -k keys", ARGS=--cov for coverage
+	@$(BIN)/python -m pytest -q -n auto --dist worksteal $(ARGS)
 
 bench: setup ## Run the measurements that say how fast it is, each beside its physical limit; ARGS=--quick
 	@for name in store transfer lookup admission hybrid; do \
