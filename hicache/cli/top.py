@@ -6,10 +6,12 @@ import contextlib
 import os
 import re
 import select
+import signal
 import sys
 import termios
 import tty
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 
 import click
 import msgspec
@@ -24,6 +26,8 @@ from hicache.admin.verbs import STATUS
 from hicache.cli.options import admin_options, json_option, read_token, write_json
 
 _SPECIAL_KEY = re.compile(rb"\x1b[\[O][0-9;]*[A-Za-z~]")
+
+_CTRL_C = b"\x03"
 
 REDRAW_S = 0.5  # also without news: the terminal may have another size
 
@@ -54,27 +58,31 @@ def top(admin: str, token_file: str | None, once: bool, json_path: str | None) -
     if once or json_path is not None or not (console.is_terminal and sys.stdin.isatty()):
         console.print(screen(first, columns=console.width), end="")
         return
-    with contextlib.suppress(KeyboardInterrupt):
-        _watch(asked, console)
+    _watch(asked, console)
 
 
 def _watch(admin: Admin, console: Console) -> None:
-    """Until a key ends it."""
+    """Until a key ends it. Ctrl-C is one: an exception in the middle of drawing might be swallowed there."""
     news_out, news_in = os.pipe()
     os.set_blocking(news_in, False)
 
-    def wake() -> None:
+    def tell(news: bytes) -> None:
         with contextlib.suppress(BlockingIOError):  # then it is awake enough
-            os.write(news_in, b"\n")
+            os.write(news_in, news)
 
-    follower = Follower(admin, changed=wake)
-    with _keys() as keys, Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
+    follower = Follower(admin, changed=partial(tell, b"\n"))
+    interrupts = _interrupts(partial(tell, _CTRL_C))
+    with (
+        interrupts,
+        _keys() as keys,
+        Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live,
+    ):
         follower.start()
         while True:
             live.update(_view(follower, *console.size), refresh=True)
             ready, _, _ = select.select([keys, news_out], [], [], REDRAW_S)
-            if news_out in ready:
-                os.read(news_out, 4096)
+            if news_out in ready and _CTRL_C in os.read(news_out, 4096):
+                break
             if keys in ready and ends_it(os.read(keys, 4096)):
                 break
     follower.stop()  # its thread ends with the process: nothing closes the pipe that it may still write to
@@ -97,6 +105,16 @@ def _view(follower: Follower, columns: int, lines: int) -> RenderableType:
 
 
 @contextlib.contextmanager
+def _interrupts(told: Callable[[], None]) -> Iterator[None]:
+    """SIGINT is ``told``, and raises nothing within the block."""
+    before = signal.signal(signal.SIGINT, lambda *_: told())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@contextlib.contextmanager
 def _keys() -> Iterator[int]:
     """The terminal's input, key by key and unseen; as it was after the block."""
     keys = sys.stdin.fileno()
@@ -105,4 +123,4 @@ def _keys() -> Iterator[int]:
     try:
         yield keys
     finally:
-        termios.tcsetattr(keys, termios.TCSADRAIN, before)
+        termios.tcsetattr(keys, termios.TCSANOW, before)  # not after what nobody may read any more
