@@ -119,6 +119,16 @@ class Server:
                         found.append(int(entry.name))
         return found
 
+    def shared_memory(self) -> set[Path]:
+        """The files in shared memory that its processes have mapped, and no other engine's."""
+        found = set()
+        for number in self.processes():
+            with contextlib.suppress(ProcessLookupError, FileNotFoundError):
+                for line in Path(f"/proc/{number}/maps").read_text().splitlines():
+                    if "/dev/shm/" in line and not line.endswith("(deleted)"):
+                        found.add(Path(line.split(maxsplit=5)[5]))
+        return found
+
     def _request(self, path: str, body: dict[str, Any] | None = None) -> Any:  # Any: what urlopen returns
         payload = None if body is None else json.dumps(body).encode()
         headers = {"Content-Type": "application/json"}
