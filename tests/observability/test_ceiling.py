@@ -75,7 +75,8 @@ def test_beside_a_cache_that_forgets_the_ceiling_lies_between_the_hit_rate_and_t
     assert reading.ceiling is not None
     assert reading.hit_rate is not None
     assert reading.hit_rate <= reading.ceiling <= 1.0
-    assert abs(reading.new - new) <= 1 + 4 * ERROR * new, "here every key was absent at first"
+    # Every key was absent at first. Of so few, some may share a register: three in one of some thousand lives.
+    assert abs(reading.new - new) <= 4 + 4 * ERROR * new
 
 
 def test_the_window_forgets_what_is_older_than_an_hour() -> None:
