@@ -68,10 +68,9 @@ class Slots(ABC):
         """Nobody holds ``slot`` any more."""
 
     def _checked(self, handle: int) -> int:
-        slot = handle & _SLOT_MASK
-        if slot >= self.capacity or self._generations[slot] != handle >> SLOT_BITS or not self._holders[slot]:
+        if not self.holders(handle):
             raise HandleError(f"{self.name}: handle {handle:#x} is stale: its slot was released or never given out")
-        return slot
+        return handle & _SLOT_MASK
 
 
 class SlotPool(Slots):
