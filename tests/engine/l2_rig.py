@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
+
+import pytest
 
 from hicache.pools.registration import RegistrationFailed
 
@@ -64,3 +68,14 @@ class CudartDouble:
     def cudaHostUnregister(self, address: int) -> int:
         self.calls.append(("unregister", address))
         return self.status
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_left() -> Iterator[None]:
+    """No pool stays mapped, and no memfd open."""
+    gc.collect()
+    mapped, opened = mapped_pools(), open_memfds()
+    yield
+    gc.collect()
+    assert mapped_pools() <= mapped
+    assert open_memfds() <= opened

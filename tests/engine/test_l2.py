@@ -6,7 +6,6 @@ import fcntl
 import gc
 import mmap
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -18,20 +17,12 @@ from hicache.pools.host_memory import HostMemory
 from hicache.pools.memory_limits import AvailableMemory, available_memory
 from hicache.pools.numa import node_of
 from hicache.pools.registration import CudaRegistrar, registrar_for
-from tests.engine.l2_rig import CudartDouble, FakeRegistrar, mapped_pools, open_memfds
+from tests.engine.l2_rig import CudartDouble, FakeRegistrar, mapped_pools, nothing_is_left
 from tests.engine.specs import as_bytes, fill_with_noise, hybrid_spec, paged_spec
 
+__all__ = ["nothing_is_left"]  # a fixture
+
 MIB = 1 << 20
-
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    gc.collect()
-    mapped, opened = mapped_pools(), open_memfds()
-    yield
-    gc.collect()
-    assert mapped_pools() <= mapped
-    assert open_memfds() <= opened
 
 
 def test_every_page_is_touched_before_the_pool_is_ready() -> None:

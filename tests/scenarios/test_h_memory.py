@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import resource
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,19 +16,11 @@ from hicache.pools.memory_limits import AvailableMemory, available_memory
 from hicache.sizing import l2_slot_counts
 from hicache.spec import CacheSpec, PagedGroup, StateField, StateGroup
 from tests.backends.fake_mooncake import FakeMooncake, open_fake
-from tests.engine.l2_rig import CudartDouble, FakeRegistrar, mapped_pools, open_memfds
+from tests.engine.l2_rig import CudartDouble, FakeRegistrar, mapped_pools, nothing_is_left
 from tests.engine.specs import as_bytes, fill_with_noise, paged_spec
 from tests.engine.test_l2 import MIB, write_cgroup
 
-
-@pytest.fixture(autouse=True)
-def nothing_is_left() -> Iterator[None]:
-    gc.collect()
-    mapped, opened = mapped_pools(), open_memfds()
-    yield
-    gc.collect()
-    assert mapped_pools() <= mapped
-    assert open_memfds() <= opened
+__all__ = ["nothing_is_left"]  # a fixture
 
 
 def test_br_090_the_pool_takes_the_memory_that_was_asked_for_and_no_more() -> None:
