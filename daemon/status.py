@@ -68,7 +68,7 @@ class Parts:
 
 
 @dataclass(frozen=True, slots=True)
-class StoreNumbers:
+class StoreLook:
     """What the store said of itself at one moment."""
 
     at_s: float
@@ -101,7 +101,7 @@ class StatusReporter:
         self._wall_clock = wall_clock
         self._started_s = clock()
         self._parts: Parts | None = None
-        self._numbers: StoreNumbers | None = None
+        self._numbers: StoreLook | None = None
         self._history = History()
         self._status: tuple[float, Status] | None = None
         self._gathering = asyncio.Lock()
@@ -179,7 +179,7 @@ class StatusReporter:
         )
 
 
-def _ask_store(store: Store, settings: Mapping[Tenant, TenantSettings], clock: Callable[[], float]) -> StoreNumbers:
+def _ask_store(store: Store, settings: Mapping[Tenant, TenantSettings], clock: Callable[[], float]) -> StoreLook:
     """Blocking. The tenants are asked for in parts, so that nobody waits for the store's lock for all of them."""
     usage, tenants = store.usage(), list(settings)
     all_stats: list[TenantStats] = []
@@ -195,7 +195,7 @@ def _ask_store(store: Store, settings: Mapping[Tenant, TenantSettings], clock: C
         return max(shares), used.stored_bytes
 
     fullest = heapq.nlargest(TENANTS_SHOWN, zip(tenants, all_stats, strict=True), key=fullness)
-    return StoreNumbers(clock(), usage, store.stats(), fullest)
+    return StoreLook(clock(), usage, store.stats(), fullest)
 
 
 def _engine_tiers(parts: Parts) -> list[Tier]:
@@ -205,7 +205,7 @@ def _engine_tiers(parts: Parts) -> list[Tier]:
     ]
 
 
-def _tiers(numbers: StoreNumbers | None, of_backend: Iterable[Number]) -> list[Tier]:
+def _tiers(numbers: StoreLook | None, of_backend: Iterable[Number]) -> list[Tier]:
     """From the fastest to the slowest."""
     ram = {number.name: int(number.value) for number in of_backend if number.name.startswith("hicache_ram_")}
     tiers = []
@@ -258,7 +258,7 @@ def _sessions(sessions: Sessions | None, limit: int) -> SessionCounts:
     return SessionCounts(open=len(sessions), limit=limit, inflight_bytes=inflight_bytes, inflight_waiting=waiting)
 
 
-def _tenants(parts: Parts, numbers: StoreNumbers) -> list[TenantUse]:
+def _tenants(parts: Parts, numbers: StoreLook) -> list[TenantUse]:
     sessions = Counter(session.tenant for session in parts.sessions)
     return [
         TenantUse(
