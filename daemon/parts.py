@@ -97,6 +97,12 @@ def start_status(feed: StatusFeed, admin: AdminApi, stages: AsyncExitStack) -> N
     stages.push_async_callback(feed.stop)
 
 
+def start_loop_delay(metrics: Metrics, stages: AsyncExitStack) -> None:
+    """Has metrics and status tell how late the event loop is, from now to its stop."""
+    metrics.loop_delay.start()
+    stages.push_async_callback(metrics.loop_delay.stop)
+
+
 def open_recorder(config: DaemonConfig, recorders: Recorders, stages: AsyncExitStack) -> None:
     """Writes the trace of look-ups to ``trace_file``, if that is wanted."""
     if not config.trace_file:

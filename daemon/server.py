@@ -33,6 +33,7 @@ from hicache.daemon.parts import (
     open_recorder,
     start_bulk,
     start_http,
+    start_loop_delay,
     start_memory_socket,
     start_miss_watch,
     start_status,
@@ -119,6 +120,7 @@ class Daemon:
         listeners = Listeners(inherited_sockets(self._environment), stages, mode=config.socket_mode_bits)
         probes = Probes(metrics=self._render_metrics, problem=self._problem, readiness=lambda: self._readiness)
         http = await start_http(config, listeners, probes, self.admin, self.metrics, stages)
+        start_loop_delay(self.metrics, stages)
         start_status(self.status_feed, self.admin, stages)
         self._readiness = "recovering"
         opened = await recover(partial(self._opener, config, limits), stages, self._stopping)

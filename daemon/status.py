@@ -16,6 +16,7 @@ from hicache.admin.status import (
     ErrorCount,
     Latency,
     Lookups,
+    LoopDelay,
     Namespace,
     Sample,
     SessionCounts,
@@ -31,6 +32,7 @@ from hicache.ceiling import CeilingReading
 from hicache.daemon.counts import METHODS_BY_KIND, Counts, Reason, read_counts
 from hicache.daemon.hello import printable
 from hicache.daemon.history import History, Levels
+from hicache.daemon.loop_delay import Delay
 from hicache.daemon.metrics import Metrics
 from hicache.daemon.namespaces import KnownNamespaces
 from hicache.daemon.sessions import Sessions
@@ -144,6 +146,7 @@ class StatusReporter:
             traffic=_traffic(self._history.lately(now_s, counts), hour),
             latency=[_latency(kind, hour.times.get(kind, Histogram())) for kind in METHODS_BY_KIND],
             sessions=_sessions(parts.sessions if parts is not None else None, self._sessions_max),
+            loop_delay=_loop_delay(self._metrics.loop_delay.longest),
             tenants=_tenants(parts) if parts is not None else [],
             tenant_count=parts.tenants.count if parts is not None else 0,
             namespaces=_namespaces(parts.namespaces) if parts is not None else [],
@@ -201,6 +204,10 @@ def _sessions(sessions: Sessions | None, limit: int) -> SessionCounts:
     waiting = sessions.budgets.waiting_count + sum(session.budget.waiting_count for session in sessions)
     inflight_bytes = sessions.budgets.total.used_bytes
     return SessionCounts(open=len(sessions), limit=limit, inflight_bytes=inflight_bytes, inflight_waiting=waiting)
+
+
+def _loop_delay(longest: Delay) -> LoopDelay:
+    return LoopDelay(longest_s=longest.seconds, core_wait_s=longest.core_wait_s)
 
 
 def _tenants(parts: Parts) -> list[TenantUse]:
