@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
+from hicache.backends.attempt import Attempt
 from hicache.backends.base import GetItem, Number, PutItem, Usage, WalkedObject
 from hicache.backends.events import Subscription
 from hicache.backends.store_stats import StoreStats, TenantStats
@@ -95,8 +96,10 @@ class Store(Protocol):
         """Drops the key of a tenant; False without one. Raises OSError."""
         ...
 
-    def resize(self, capacity_bytes: int) -> None:
-        """Another capacity; raises ConfigError or BackendError and keeps the old one where it cannot be."""
+    def resize(self, capacity_bytes: int, attempt: Attempt) -> None:
+        """Another capacity, which settles ``attempt``; raises ConfigError or BackendError and keeps the old one where
+        it cannot be, or where the attempt was abandoned.
+        """
         ...
 
     def numbers(self) -> Iterator[Number]:
