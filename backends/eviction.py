@@ -75,10 +75,14 @@ class Evictor:
         """What a put may make room for at a time: as much as one eviction frees."""
         return max(self._capacity_bytes - self._low_bytes, self._capacity_bytes // 20)
 
-    def shrink(self) -> None:
-        """Evict down to the low watermark when the store is above the high one."""
-        if self._above(self._high_bytes) > 0:
-            self.evict(NO_TENANT, lambda: self._above(self._low_bytes))
+    def shrink(self, check: Callable[[], None]) -> None:
+        """Evict down to the low watermark when the store is above the high one. ``check`` may raise between steps."""
+        if self._above(self._high_bytes) <= 0:
+            return
+        while True:
+            check()
+            if not self.evict(NO_TENANT, lambda: min(self.round_bytes, self._above(self._low_bytes))):
+                return
 
     def make_room(self, tenant: bytes, need_bytes: int) -> bool:
         """Evict until what is reserved fits; False when the free space floor or ``objects_max`` forbids the put.

@@ -6,11 +6,13 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from hicache.backends.attempt import Abandoned, Attempt
 from hicache.backends.base import Backend, GetItem, Number, PutItem, Usage, WalkedObject
 from hicache.backends.catalog import Catalog, Read, tenant_of
 from hicache.backends.events import Removal, Subscription
@@ -279,24 +281,32 @@ class ObjectStore:
         self._recency.write_when_due()
         return self._evictor.sweep() if self._catalog.limits.has_ttl else 0
 
-    def resize(self, capacity_bytes: int) -> None:
+    def resize(self, capacity_bytes: int, attempt: Attempt | None = None) -> None:
         """Another capacity from now on, beside other calls; a smaller one evicts first. One at a time.
 
-        Raises ConfigError when there is no room for it, or not for the largest object, and BackendError when more than
-        that is leased or pinned; then the old one stays.
+        Raises ConfigError when there is no room for it, or not for the largest object, BackendError when more than that
+        is leased or pinned, and Abandoned when the caller has given up its ``attempt``; then the old one stays.
         """
+        attempt = attempt or Attempt()
         if capacity_bytes < self._object_bytes_max:
             expected = f"at least the largest object, {self._object_bytes_max} bytes since the start"
             raise ConfigError("capacity_bytes", capacity_bytes, expected)
         before_bytes = self._capacity_bytes
+        attempt.begin(partial(self._set_capacity, before_bytes))
         self._set_capacity(min(before_bytes, capacity_bytes))
         try:
-            self._evictor.shrink()
+            self._evictor.shrink(attempt.check)
             self._backend.resize(capacity_bytes, floor_bytes=self._floor_bytes)
+            attempt.settle(partial(self._set_capacity, capacity_bytes))
+        except Abandoned:
+            try:
+                self._backend.resize(before_bytes, floor_bytes=self._floor_bytes)
+            finally:  # somebody else may have the space by now
+                self._set_capacity(min(before_bytes, self._backend.usage().capacity_bytes))
+            raise
         except BaseException:
             self._set_capacity(before_bytes)
             raise
-        self._set_capacity(capacity_bytes)
 
     def _set_capacity(self, capacity_bytes: int) -> None:
         self._capacity_bytes = capacity_bytes

@@ -10,6 +10,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from hicache.daemon.acceptor import HELLO_TIMEOUT_S, Acceptor, readable, say
 from hicache.daemon.bulk_calls import BulkCalls, refused
@@ -22,8 +23,10 @@ from hicache.daemon.tls import ServerTls
 from hicache.notices import Notices
 from hicache.wire.bulk import BULK_ACCEPTED, BULK_HELLO, BULK_MAGIC, PEER_MAGIC
 from hicache.wire.protocol import RefusalCode
+from hicache.workers import QueueFull, Workers
 
 WATCH_S = 0.1  # how often connections are looked at
+STARTS_MAX = 4096  # connections that wait for their threads
 
 
 class BulkSocket:
@@ -52,6 +55,7 @@ class BulkSocket:
             for listener in listeners
         ]
         self._notices = Notices(logging.getLogger(__name__))
+        self._starting = Workers("hicached-bulk-start", threads=1, queue_max=STARTS_MAX)
         self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -72,6 +76,7 @@ class BulkSocket:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
+        self._starting.close(timeout_s=0)
         for session in self._sessions:
             session.end_connections()
         if self._handshakes is not None:
@@ -126,19 +131,31 @@ class BulkSocket:
         return session
 
     def _start_thread(self, session: Session, connection: socket.socket) -> None:
-        """Takes ``connection`` over."""
+        """Takes ``connection`` over. Whoever starts a thread waits until it runs: not the event loop."""
         loop = asyncio.get_running_loop()
         bulk = BulkConnection(connection)
         session.connect(bulk)
 
-        def serve() -> None:
-            self._calls.serve(bulk, session)
+        def forget() -> None:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
                 loop.call_soon_threadsafe(session.disconnect, bulk)
 
+        def serve() -> None:
+            self._calls.serve(bulk, session)
+            forget()
+
+        def started(starting: Future[None]) -> None:
+            error = None if starting.cancelled() else starting.exception()
+            if error is not None:  # a limit on threads, or on memory
+                self._notices.warning("threads", "a bulk connection has no thread: %s", error)
+            if error is not None or starting.cancelled():
+                bulk.close()
+                forget()
+
+        thread = threading.Thread(target=serve, name="hicached-bulk", daemon=True)
         try:
-            threading.Thread(target=serve, name="hicached-bulk", daemon=True).start()
-        except BaseException:
+            self._starting.submit(thread.start).future.add_done_callback(started)
+        except QueueFull:
             session.disconnect(bulk)
             bulk.close()
             raise
