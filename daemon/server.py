@@ -90,6 +90,7 @@ class Daemon:
         self._stopping = Stopping()
         self._readiness = "starting"
         self._storage: Storage | None = None
+        self._listeners: Listeners | None = None
         self._snapshot: StoreSnapshot | None = None
         self.metrics = Metrics(version=daemon_version(), backend=config.backend, tenants_max=config.metrics_tenants_max)
         self._authority = Authority()
@@ -116,7 +117,9 @@ class Daemon:
         lock_socket(config, stages)
         if config.ready_file:
             remove_ready_file(config.ready_file)
-        listeners = Listeners(inherited_sockets(self._environment), stages, mode=config.socket_mode_bits)
+        self._listeners = listeners = Listeners(
+            inherited_sockets(self._environment), stages, mode=config.socket_mode_bits
+        )
         probes = Probes(
             metrics=self._render_metrics,
             is_alive=self._is_alive,
@@ -234,6 +237,8 @@ class Daemon:
         return self.metrics.render()
 
     async def _problem(self) -> str:
+        if self._listeners is not None and (problem := self._listeners.files.problem()):
+            return problem
         return "" if self._storage is None else await self._storage.problem()
 
     async def _is_alive(self) -> bool:
