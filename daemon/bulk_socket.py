@@ -23,6 +23,7 @@ from hicache.notices import Notices
 from hicache.wire.bulk import BULK_ACCEPTED, BULK_HELLO, BULK_MAGIC, PEER_MAGIC
 from hicache.wire.protocol import RefusalCode
 
+THREAD_LIMITS = "raise the limit on its tasks (TasksMax=, pids.max of the container, ulimit -u)"
 WATCH_S = 0.1  # how often connections are looked at
 
 
@@ -90,7 +91,7 @@ class BulkSocket:
         """Reads the hello, and leaves the rest to a thread."""
         session = await self._session_of(connection, introduced)
         if session is not None:
-            self._start_thread(session, socket.socket(fileno=connection.detach()))
+            await self._start_thread(session, socket.socket(fileno=connection.detach()))
 
     async def _serve_over_tls(self, connection: socket.socket, introduced: Callable[[], None]) -> None:
         assert self._handshakes is not None, "there is a certificate"
@@ -107,7 +108,7 @@ class BulkSocket:
             if session is None:
                 secure.close()
         if session is not None:
-            self._start_thread(session, secure)
+            await self._start_thread(session, secure)
 
     async def _session_of(self, connection: socket.socket, introduced: Callable[[], None]) -> Session | None:
         """The session of a new connection, with room for it; None: the connection has its answer, and is over."""
@@ -125,8 +126,8 @@ class BulkSocket:
             return None
         return session
 
-    def _start_thread(self, session: Session, connection: socket.socket) -> None:
-        """Takes ``connection`` over."""
+    async def _start_thread(self, session: Session, connection: socket.socket) -> None:
+        """Takes ``connection`` over. Where no thread can be had, it is refused."""
         loop = asyncio.get_running_loop()
         bulk = BulkConnection(connection)
         session.connect(bulk)
@@ -138,10 +139,13 @@ class BulkSocket:
 
         try:
             threading.Thread(target=serve, name="hicached-bulk", daemon=True).start()
-        except BaseException:
+        except RuntimeError as error:
             session.disconnect(bulk)
+            refusal = Refusal(RefusalCode.TOO_MANY_CALLS, f"hicached {error}: {THREAD_LIMITS}")
+            self._notices.error("threads", "a bulk connection was refused: %s", refusal)
+            connection.setblocking(False)
+            await say(connection, refused(refusal))
             bulk.close()
-            raise
 
     async def _hello_of(self, connection: socket.socket) -> tuple[bytes, bytes]:
         """Magic and secret. Raises Refusal."""
