@@ -252,6 +252,9 @@ class Evictor:
             outcomes = self._backend.delete([key for key, _ in victims])
         finally:
             gone = self._settle(victims, outcomes, cause)
+        self._backend.forget(
+            [victim for victim, outcome in zip(victims, outcomes, strict=True) if outcome is Outcome.ABSENT]
+        )
         return gone
 
     def _settle(self, victims: Victims, outcomes: Sequence[Outcome], cause: Cause) -> Victims:

@@ -92,6 +92,7 @@ class Daemon:
         self._readiness = "starting"
         self._storage: Storage | None = None
         self._looks: StoreLooks | None = None
+        self._listeners: Listeners | None = None
         self.metrics = Metrics(version=daemon_version(), backend=config.backend, tenants_max=config.metrics_tenants_max)
         self._authority = Authority()
         self.admin = AdminApi(self._authority, state=lambda: self._readiness)
@@ -117,7 +118,9 @@ class Daemon:
         lock_socket(config, stages)
         if config.ready_file:
             remove_ready_file(config.ready_file)
-        listeners = Listeners(inherited_sockets(self._environment), stages, mode=config.socket_mode_bits)
+        self._listeners = listeners = Listeners(
+            inherited_sockets(self._environment), stages, mode=config.socket_mode_bits
+        )
         probes = Probes(metrics=self._render_metrics, problem=self._problem, readiness=lambda: self._readiness)
         http = await start_http(config, listeners, probes, self.admin, self.metrics, stages)
         start_loop_delay(self.metrics, stages)
@@ -233,6 +236,8 @@ class Daemon:
         return self.metrics.render()
 
     async def _problem(self) -> str:
+        if self._listeners is not None and (problem := self._listeners.files.problem()):
+            return problem
         return "" if self._storage is None else await self._storage.problem()
 
     async def _is_alive(self) -> bool:
