@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache.connectors.checkpoint import fingerprint_adapter, fingerprint_checkpoint, fingerprint_path
+from hicache.connectors.config_values import bounded, plain
 from hicache.connectors.sglang_pools import Part, PoolLayout
 from hicache.connectors.sglang_settings import StorageSettings
 from hicache.errors import ConfigError
@@ -23,8 +24,8 @@ from hicache.keys import FieldValue, digest_fields
 FORMAT_VERSION = 1
 VERSION_FLOOR = (0, 5, 22)
 
-# Of the server: what changes cached numbers and is neither in the weights nor in a pool's geometry. Which kernels compute
-# does not count, how exactly they do counts.
+# Of the server: what changes cached numbers and is neither in the weights nor in a pool's geometry. How exactly kernels
+# compute counts, which of them do does not.
 _ARGUMENTS = (
     *("dtype", "quantization", "kv_cache_dtype", "json_model_override_args", "model_loader_extra_config"),
     *("model_impl", "model_config_parser", "trust_remote_code", "is_embedding"),
@@ -145,7 +146,7 @@ class EngineIdentity:
             ("pp_size", int(config.pp_size)),
             ("cp_size", int(getattr(config, "attn_cp_size", 1))),
         ]
-        fields += [(name, _text(getattr(arguments, name, None))) for name in _ARGUMENTS]
+        fields += [(name, _stable(name, getattr(arguments, name, None))) for name in _ARGUMENTS]
         fields += [(name, _content(name, getattr(arguments, name, None), settings)) for name in _FILES]
         fields += sorted((f"env {name}", value) for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name))
         fields += _adapter_fields(arguments, settings)
@@ -171,6 +172,10 @@ class EngineIdentity:
         if has_draft_layers(layout):
             fields += self.draft
         return digest_fields(fields)
+
+
+def _stable(name: str, value: object) -> FieldValue:
+    return bounded(name, plain(name, value))
 
 
 def has_draft_layers(layout: PoolLayout) -> bool:
@@ -215,14 +220,14 @@ def _revision(folder: Path | None, model: str, load_format: str, arguments: Any,
 
 def _weights(folder: Path | None, model: str) -> str:
     if folder is None:
-        expected = f"a name of the weights of {model}, since no files here say what they are: the same on all engines that share"
+        expected = f"a name of the weights of {model}, since no files here are them: the same on all engines that share"
         raise ConfigError("model_revision", "", expected)
     return f"weights {fingerprint_checkpoint(folder)}"
 
 
 def _draft_fields(arguments: Any, settings: StorageSettings) -> Iterator[tuple[str, FieldValue]]:
     for name in _DRAFT_ARGUMENTS:
-        yield name, _text(getattr(arguments, name, None))
+        yield name, _stable(name, getattr(arguments, name, None))
     for name in _DRAFT_FILES:
         yield name, _content(name, getattr(arguments, name, None), settings)
     if path := getattr(arguments, "speculative_draft_model_path", None):
@@ -233,16 +238,15 @@ def _draft_fields(arguments: Any, settings: StorageSettings) -> Iterator[tuple[s
 
 
 def _content(name: str, path: object, settings: StorageSettings) -> FieldValue:
-    """What is in a file, or in a folder of weights, that an argument names; its text where ``model_revision`` stands for
-    what is in it. Raises ConfigError where it is not here.
-    """
+    """What is in a file, or in a folder of weights. Raises ConfigError where it is not here, and no ``model_revision``
+    stands for it."""
     if path is None:
         return None
     try:
         return fingerprint_path(Path(str(path)))
     except OSError as error:
         if settings.model_revision:
-            return _text(str(path))
+            return bounded(name, str(path))
         expected = f"a name of the weights, since what {name} names cannot be read here ({error})"
         raise ConfigError("model_revision", "", expected) from error
 
@@ -276,9 +280,3 @@ def _heads(layout: PoolLayout, rank: Rank, part: Part) -> str:
     if rank.heads_lcm and layout.identity.get("byte_order") == "heads":
         return f"slice {rank.tp_rank * layout.head_slices + part.head_slice} of {rank.heads_lcm}"
     return f"rank {rank.tp_rank} of {rank.tp_size}"
-
-
-def _text(value: object) -> FieldValue:
-    """The value where it is a plain one, else its text in bytes, with its kind: a number and its text differ."""
-    plain = value is None or type(value) in (bool, int, str)
-    return value if plain else f"{type(value).__name__} {value}".encode()  # type: ignore[return-value]  # of these types
