@@ -12,7 +12,7 @@ import hicache.backends.lmdb_layout as layout
 MODULE = "bench.small_objects_daemon"
 OBJECT_BYTES = 100
 CHUNK_BYTES = 512
-STORED_BYTES = {"lmdb": CHUNK_BYTES, "file": 4096}  # by backend, of an object
+STORED_BYTES = {"lmdb": CHUNK_BYTES, "file": 8192}  # by backend, of an object
 
 
 def use_small_chunks() -> None:
