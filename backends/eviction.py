@@ -80,7 +80,7 @@ class Evictor:
         return max(self._capacity_bytes - self._low_bytes, self._capacity_bytes // 20)
 
     def shrink(self) -> None:
-        """Evict down to the low watermark when the store is above the high one, in parts that others can come between."""
+        """Evict down to the low watermark when the store is above the high one, in parts: others can come between."""
         if self._above(self._high_bytes) > 0:
             self._is_lowering = True
             while self.lower():

@@ -22,6 +22,7 @@ from hicache.outcome import Outcome
 
 LOOKUP_KEYS = 2000
 TRANSFER_KEYS = 100
+RECENT_KEYS = 100  # stored last, so that they are there after evictions
 FILL_KEYS = 4096
 TIMEOUT_S = 60.0
 LEAVING_PART = 10  # of the objects, beside them: what a tenant has who is erased in the end
@@ -148,7 +149,7 @@ class CountBench:
             self.daemon.stop()
         ready_s = self.daemon.start()
         self._l3 = self.connect()
-        self._lookup([object_key(number) for number in range(self.count - LOOKUP_KEYS, self.count)])
+        self._lookup([object_key(number) for number in range(self.count - RECENT_KEYS, self.count)])
         return RestartRow(ended_by, self.count, round(ready_s, 3), round(self._empty_s, 3))
 
     def close(self) -> None:
