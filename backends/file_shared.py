@@ -174,9 +174,9 @@ class SharedFileBackend:
         """See ``Backend.touch``."""
         self._files.touch(used)
 
-    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+    def walk(self, *, after: bytes = b"", tenant: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``."""
-        return self._files.walk(after=after)
+        return self._files.walk(after=after, tenant=tenant)
 
     def usage(self) -> Usage:
         """Of the whole folder, by what all writers have told."""

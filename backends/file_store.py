@@ -154,15 +154,16 @@ class FileBackend:
         with os.scandir(self._objects) as entries:
             return sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
 
-    def in_folder(self, folder: str) -> Iterator[tuple[bytes, os.stat_result]]:
-        """Key and stat of every object's file in one of them. One stat a file, and none is opened."""
+    def in_folder(self, folder: str, *, prefix: bytes = b"") -> Iterator[tuple[bytes, os.stat_result]]:
+        """Key and stat of the file of every object in one of them whose key begins with ``prefix``. One stat for each,
+        and none is opened."""
         fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with os.scandir(fd) as entries:  # of a descriptor: names are looked up there and not from the root on
                 found = list(entries)
             for entry in found:
                 key = key_of_name(entry.name)
-                if key is None:
+                if key is None or not key.startswith(prefix):
                     continue
                 try:
                     stat = entry.stat(follow_symlinks=False)
@@ -354,14 +355,14 @@ class FileBackend:
         found, self._first_walk = self._first_walk, None
         yield from found if found is not None else self._walk()
 
-    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+    def walk(self, *, after: bytes = b"", tenant: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``. In the order of folders and names; opens each file for its namespace."""
         self._require_open()
         start = self.path_of(after) if after else ""
         for folder in self.folders():
             if folder < os.path.dirname(start):
                 continue
-            found = sorted((self.path_of(key), key, stat) for key, stat in self.in_folder(folder))
+            found = sorted((self.path_of(key), key, stat) for key, stat in self.in_folder(folder, prefix=tenant))
             ahead = (entry for entry in found if entry[0] > start)
             while some := list(islice(ahead, WALK_OBJECTS_MAX)):
                 yield [

@@ -314,10 +314,10 @@ class LmdbBackend:
                 [(found.key, found.size_bytes, found.used_at_s) for found in batch if found.size_bytes]
             )
 
-    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+    def walk(self, *, after: bytes = b"", tenant: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``. In the order of the keys."""
         try:
-            for records in self._index.records(after=after):
+            for records in self._index.records(after=after, prefix=tenant):
                 yield [_walked(key, decode_record(key, raw)) for key, raw in records]
         except lmdb.Error as error:
             raise BackendError(f"the index cannot be read: {error}") from error

@@ -129,9 +129,9 @@ class RamTier:
         """See ``Backend.scan``."""
         return self._inner.scan()
 
-    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+    def walk(self, *, after: bytes = b"", tenant: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``."""
-        return self._inner.walk(after=after)
+        return self._inner.walk(after=after, tenant=tenant)
 
     def usage(self) -> Usage:
         """Of the backend."""

@@ -282,12 +282,13 @@ class ObjectStore:
         return self._keys is not None and self._keys.drop(tenant)
 
     def sweep(self) -> int:
-        """Remove a bounded number of expired objects, and return it: ask again until it is 0. They are absent anyway.
+        """Remove some of what has expired, or of what is above the low watermark since the high one was crossed.
 
-        To be called now and then; also has times of use written where no get or put does.
+        Returns 0 when there is nothing of either: ask again until then. What has expired is absent anyway. To be called
+        now and then; also has times of use written where no get or put does.
         """
         self._recency.write_when_due()
-        return self._evictor.sweep() if self._catalog.limits.has_ttl else 0
+        return self._evictor.lower() or (self._evictor.sweep() if self._catalog.limits.has_ttl else 0)
 
     def resize(self, capacity_bytes: int, attempt: Attempt | None = None) -> None:
         """Another capacity from now on, beside other calls; a smaller one evicts first. One at a time.
@@ -334,9 +335,9 @@ class ObjectStore:
         """See ``Backend.stored_bytes``."""
         return self._backend.stored_bytes(size_bytes)
 
-    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+    def walk(self, *, after: bytes = b"", tenant: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``. Neither counts as use nor waits for those who do."""
-        return self._backend.walk(after=after)
+        return self._backend.walk(after=after, tenant=tenant)
 
     def set_limits(self, limits: StoreLimits) -> None:
         """Other limits of tenants from now on. A quota that became smaller holds from the tenant's next put on."""

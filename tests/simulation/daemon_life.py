@@ -152,7 +152,7 @@ class DaemonLife:
     def _drop(self, daemon: Daemon) -> None:
         one = min(daemon.store.tenants(), default=b"")
         with contextlib.suppress(BackendError):
-            *_, last = scrub.drop(daemon.store, wanted=lambda tenant, _: tenant == one, keys_max=3)
+            *_, last = scrub.drop(daemon.store, part=scrub.Part(one), keys_max=3)
             self._world.tally.dropped += last.objects
 
     def stop(self) -> None:
