@@ -129,6 +129,12 @@ class Backend(Protocol):
         """Drop objects and give their space back: OK, ABSENT or IO_ERROR. Works on a full medium."""
         ...
 
+    def forget(self, gone: Sequence[tuple[bytes, int]]) -> None:
+        """Objects that were stored, with these payload sizes, were ABSENT although nobody has deleted them here: give
+        their space back. A program that cleans up has taken their files, for example.
+        """
+        ...
+
     def touch(self, used: Sequence[tuple[bytes, float]]) -> None:
         """Remember when objects were last used (seconds since the epoch), for the order that ``scan`` tells.
 

@@ -79,12 +79,17 @@ class Evictor:
         """What a put may make room for at a time: as much as one eviction frees."""
         return max(self._capacity_bytes - self._low_bytes, self._capacity_bytes // 20)
 
-    def shrink(self) -> None:
-        """Evict down to the low watermark when the store is above the high one, in parts: others can come between."""
-        if self._above(self._high_bytes) > 0:
-            self._is_lowering = True
-            while self.lower():
-                pass
+    def shrink(self, check: Callable[[], None]) -> None:
+        """Evict down to the low watermark when the store is above the high one, in parts: others can come between.
+
+        ``check``, which may raise, is called before each.
+        """
+        if self._above(self._high_bytes) <= 0:
+            return
+        self._is_lowering = True
+        check()
+        while self.lower():
+            check()
 
     def lower(self, tenant: bytes = NO_TENANT, need_bytes: int = 0) -> int:
         """Evict a part of what is above the low watermark since the store was above the high one; returns the bytes."""
@@ -268,6 +273,9 @@ class Evictor:
             outcomes = self._backend.delete([key for key, _ in victims])
         finally:
             gone = self._settle(victims, outcomes, cause)
+        self._backend.forget(
+            [victim for victim, outcome in zip(victims, outcomes, strict=True) if outcome is Outcome.ABSENT]
+        )
         return gone
 
     def _settle(self, victims: Victims, outcomes: Sequence[Outcome], cause: Cause) -> Victims:

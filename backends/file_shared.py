@@ -167,6 +167,9 @@ class SharedFileBackend:
         """See ``Backend.scan``."""
         return self._files.scan()
 
+    def forget(self, gone: Sequence[tuple[bytes, int]]) -> None:
+        """Nothing: who keeps no index has nothing to be wrong about."""
+
     def touch(self, used: Sequence[tuple[bytes, float]]) -> None:
         """See ``Backend.touch``."""
         self._files.touch(used)
@@ -281,6 +284,8 @@ class SharedFileBackend:
             self._random.shuffle(folders)
             while freed_bytes < enough_bytes and folders:
                 freed_bytes += self._evict_from(self._sample(folders), enough_bytes - freed_bytes)
+            if freed_bytes < enough_bytes:  # less than the accounts say: somebody else may have cleaned up
+                self._is_settled = False
             self._report()
         return freed_bytes
 

@@ -37,8 +37,9 @@ from hicache.backends.helpers import Helpers
 from hicache.backends.lock import DirectoryLock, opening_alone
 from hicache.backends.marker import current_boot_id, new_marker, read_marker, write_marker
 from hicache.backends.progress import tell_progress
-from hicache.backends.space import OUT_OF_SPACE_ERRNOS, free_bytes, require_possible
+from hicache.backends.space import OUT_OF_SPACE_ERRNOS, free_bytes, require_possible, why_full
 from hicache.backends.store_keys import open_keys
+from hicache.backends.write_health import WriteHealth
 from hicache.errors import BackendError, ConfigError
 from hicache.notices import Notices
 from hicache.outcome import Outcome
@@ -50,6 +51,7 @@ STORE_KIND = "file"
 STORE_VERSION = 2
 CAPACITY_BYTES_MIN = 1 << 16
 KEY_LOCKS = 256
+DROPPED_MAX = 1 << 12
 SPARE_SHARE = 3  # one part in so many of the capacity may lie in spare files: more than evictions at a time free
 
 
@@ -76,6 +78,8 @@ class FileBackend:
         self._key_locks = [threading.Lock() for _ in range(KEY_LOCKS)]
         self._is_closed = False
         self._helpers = Helpers("hicache-file")
+        self._writes = WriteHealth()
+        self._dropped: dict[bytes, None] = {}  # the last that did not verify, until they are stored again
         self.keys: TenantKeys | None = None
         self._first_walk: list[StoredBatch] | None = None  # until the first scan, or the first change
         with opening_alone(directory) if settings.shared else contextlib.nullcontext():
@@ -201,13 +205,24 @@ class FileBackend:
             except FileExistsError:
                 return Outcome.EXISTS
             except OSError as error:
-                self._notices.warning("put", "a put failed: %s", error)
-                return _outcome_of(error)
+                return self._outcome_of_failed_put(error)
             else:
+                self._writes.took()
+                self._dropped.pop(item.key, None)
                 self.accounts.add(Counts(1, size_bytes, stored_bytes))
                 return Outcome.OK
             finally:
                 self.accounts.unreserve(stored_bytes)
+
+    def _outcome_of_failed_put(self, error: OSError) -> Outcome:
+        outcome = _outcome_of(error)
+        if outcome is Outcome.NO_SPACE:
+            self._writes.took()
+            self._notices.warning("put", "a put found no room: %s%s", error, why_full(self.directory))
+        else:
+            self._writes.failed(error)
+            self._notices.warning("put", "a put failed: %s", error)
+        return outcome
 
     def _sync_names(
         self, keys: Sequence[bytes], outcomes: list[Outcome], *, undo: Callable[[bytes], Outcome] | None = None
@@ -263,8 +278,17 @@ class FileBackend:
             self._notices.warning("corrupt", "dropped an object that did not verify")
             with self._lock_of(item.key):
                 self._require_open()
-                self._remove(path, inode=inode)  # unless another file has taken the name meanwhile
+                # unless another file has taken the name meanwhile
+                if self._remove(path, inode=inode) is Outcome.OK:
+                    self._note_dropped(item.key)
         return outcome
+
+    def _note_dropped(self, key: bytes) -> None:
+        """Others who read it just now, or delete it, find it gone and may say so: its space has been given back."""
+        self._dropped[key] = None
+        while len(self._dropped) > DROPPED_MAX:
+            with contextlib.suppress(StopIteration, RuntimeError, KeyError):  # another thread does the same
+                del self._dropped[next(iter(self._dropped))]
 
     def _read_again(self, path: str, item: GetItem) -> tuple[Outcome, int]:
         """Into memory that no client shares: whoever wrote to the target meanwhile costs nobody an object. Another
@@ -309,6 +333,13 @@ class FileBackend:
             self._require_open()
             return self._remove(self.path_of(key))
 
+    def forget(self, gone: Sequence[tuple[bytes, int]]) -> None:
+        """See ``Backend.forget``."""
+        for key, size_bytes in gone:
+            with self._lock_of(key):
+                if key not in self._dropped:
+                    self.accounts.add(Counts(-1, -size_bytes, -stored_bytes_of(size_bytes)))
+
     def touch(self, used: Sequence[tuple[bytes, float]]) -> None:
         """See ``Backend.touch``: the time of use is the file's modification time."""
         self._require_open()
@@ -350,7 +381,7 @@ class FileBackend:
 
     def problem(self) -> str:
         """See ``Backend.problem``."""
-        return self._lock.problem()
+        return self._lock.problem() or self._writes.problem(self.directory)
 
     def stored_bytes(self, size_bytes: int) -> int:
         """See ``Backend.stored_bytes``."""

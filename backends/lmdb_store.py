@@ -291,6 +291,9 @@ class LmdbBackend:
         if any(record is None for _, record in records):
             self._notices.warning("record", "a damaged index record was dropped; its space is free after a restart")
 
+    def forget(self, gone: Sequence[tuple[bytes, int]]) -> None:
+        """See ``Backend.forget``. What is in the index takes its space, and nothing else does."""
+
     def touch(self, used: Sequence[tuple[bytes, float]]) -> None:
         """See ``Backend.touch``."""
         self._unchanged = None

@@ -302,6 +302,9 @@ class MooncakeBackend:
             outcomes.append(outcome if outcome in (Outcome.OK, Outcome.ABSENT) else Outcome.IO_ERROR)
         return outcomes
 
+    def forget(self, gone: Sequence[tuple[bytes, int]]) -> None:
+        """Nothing: the master knows what there is."""
+
     def touch(self, used: Sequence[tuple[bytes, float]]) -> None:
         """Nothing: the store takes an object that is looked up or read for a used one."""
 

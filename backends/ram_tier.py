@@ -117,6 +117,10 @@ class RamTier:
             for key in keys:
                 self._residents.drop(key)
 
+    def forget(self, gone: Sequence[tuple[bytes, int]]) -> None:
+        """See ``Backend.forget``."""
+        self._inner.forget(gone)
+
     def touch(self, used: Sequence[tuple[bytes, float]]) -> None:
         """See ``Backend.touch``."""
         self._inner.touch(used)

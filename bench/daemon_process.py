@@ -93,9 +93,9 @@ class DaemonProcess:
         return self._process.pid
 
     def heap_bytes(self) -> int:
-        """Resident memory of its own: without mapped files and without memory of clients."""
+        """Resident memory of its own: without mapped files and without memory of clients. 0 once it has ended."""
         lines = dict(line.split(":", 1) for line in Path(f"/proc/{self.pid}/status").read_text().splitlines())
-        return int(lines["RssAnon"].split()[0]) * 1024
+        return int(lines.get("RssAnon", "0").split()[0]) * 1024
 
     def terminate(self) -> None:
         """SIGTERM, and do not wait."""

@@ -33,6 +33,7 @@ from hicache.daemon.parts import (
     open_recorder,
     start_bulk,
     start_http,
+    start_loop_delay,
     start_memory_socket,
     start_miss_watch,
     start_status,
@@ -40,7 +41,6 @@ from hicache.daemon.parts import (
 )
 from hicache.daemon.peers import PeerTickets
 from hicache.daemon.probes import Probes
-from hicache.daemon.readings import StoreSnapshot
 from hicache.daemon.recorder import Recorders
 from hicache.daemon.recovery import OpenedStore, RecoveryProgress, open_store, recover, wipe_at_stop
 from hicache.daemon.reload import Reloadable, Reloader
@@ -51,6 +51,7 @@ from hicache.daemon.status import Parts, StatusReporter
 from hicache.daemon.status_feed import StatusFeed
 from hicache.daemon.stopping import STOP_S_MAX, Stopping
 from hicache.daemon.storage import Storage, Store
+from hicache.daemon.store_look import StoreLooks
 from hicache.daemon.tenant_bounds import chunk_bytes_ceiling, store_limits
 from hicache.daemon.tenant_reload import TenantReload
 from hicache.daemon.tenants import Tenants
@@ -90,7 +91,8 @@ class Daemon:
         self._stopping = Stopping()
         self._readiness = "starting"
         self._storage: Storage | None = None
-        self._snapshot: StoreSnapshot | None = None
+        self._looks: StoreLooks | None = None
+        self._listeners: Listeners | None = None
         self.metrics = Metrics(version=daemon_version(), backend=config.backend, tenants_max=config.metrics_tenants_max)
         self._authority = Authority()
         self.admin = AdminApi(self._authority, state=lambda: self._readiness)
@@ -116,21 +118,19 @@ class Daemon:
         lock_socket(config, stages)
         if config.ready_file:
             remove_ready_file(config.ready_file)
-        listeners = Listeners(inherited_sockets(self._environment), stages, mode=config.socket_mode_bits)
-        probes = Probes(
-            metrics=self._render_metrics,
-            is_alive=self._is_alive,
-            problem=self._problem,
-            readiness=lambda: self._readiness,
+        self._listeners = listeners = Listeners(
+            inherited_sockets(self._environment), stages, mode=config.socket_mode_bits
         )
+        probes = Probes(metrics=self._render_metrics, problem=self._problem, readiness=lambda: self._readiness)
         http = await start_http(config, listeners, probes, self.admin, self.metrics, stages)
+        start_loop_delay(self.metrics, stages)
         start_status(self.status_feed, self.admin, stages)
         self._readiness = "recovering"
         opened = await recover(partial(self._opener, config, limits), stages, self._stopping)
         if not config.persist:
             stages.push_async_callback(wipe_at_stop, config.path, self._stopping)
         self._storage = storage = start_storage(config, opened, stages, self._stopping)
-        self._snapshot = measure_storage(self.metrics, storage, opened, tenants)
+        self._looks = looks = measure_storage(self.metrics, storage, opened, tenants)
         start_miss_watch(self.metrics, stages)
         names = open_names(config, storage, stages)
         sessions = make_sessions(config, storage, tenants, self.metrics)
@@ -155,7 +155,9 @@ class Daemon:
         parts: list[Reloadable] = [TenantReload(tenants, sessions, storage.store), self._authority]
         self._start_reloader(parts if tls is None else [*parts, tls], storage.store)
         TenantVerbs(self.reloader, storage, tenants, sessions, names, background).serve(self.admin)
-        self._reporter.serve_from(Parts(storage, sessions, tenants, hellos.namespaces, transfers.slowest))
+        self._reporter.serve_from(
+            Parts(looks, storage.store.numbers, sessions, tenants, hellos.namespaces, transfers.slowest)
+        )
         return self._announce(Ready(os.getpid(), config.socket, listen, str(bulk_listen or ""), http))
 
     async def stop(self) -> bool:
@@ -229,11 +231,13 @@ class Daemon:
         return ready
 
     async def _render_metrics(self) -> bytes:
-        if self._snapshot is not None:
-            await self._snapshot.refresh()
+        if self._looks is not None:
+            await self._looks.refresh()
         return self.metrics.render()
 
     async def _problem(self) -> str:
+        if self._listeners is not None and (problem := self._listeners.files.problem()):
+            return problem
         return "" if self._storage is None else await self._storage.problem()
 
     async def _is_alive(self) -> bool:

@@ -305,7 +305,8 @@ class HiCache(CacheFront[Directory]):
         self._check_open()
         self._directory.tell_time(self._clock())
         while (progress := self._directory.load(record, patient=patient)) is Load.STARTED:
-            self._pump.pump()
+            if self._directory.has_jobs:  # without, waking others who load would only make them look, and wake us
+                self._pump.pump()
             if record.loading and not self._changed.wait(until_s - time.monotonic()):
                 return False
             self._check_open()

@@ -10,7 +10,8 @@ HiCacheError
 ├── DaemonUnreachable    no hicached answers at an admin address
 ├── RankLost             a rank and its leader have lost each other: the replica has to be started again
 └── BackendError         a backend cannot be opened or can no longer be used at all
-    └── StorageInUse     another live process owns the directory or the socket
+    ├── StorageInUse     another live process owns the directory or the socket
+    └── ReloadHangs      a reload of hicached was given up: the settings are as before
 """
 
 from __future__ import annotations
@@ -77,3 +78,7 @@ class StorageInUse(BackendError):
         super().__init__(f"{resource} is in use by {holder}; stop it or choose another one")
         self.resource = resource
         self.holder = holder
+
+
+class ReloadHangs(BackendError):
+    """A reload was given up, since something in it does not answer: all settings are as before."""

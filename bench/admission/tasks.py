@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
@@ -199,8 +199,16 @@ def _run(task: Task) -> Row:
     return row
 
 
-def run_all(traces: Sequence[Trace], tasks: Sequence[Task], console: Console, processes: int) -> list[Row]:
-    """What each task has found, in order."""
+def run_all(
+    traces: Sequence[Trace],
+    tasks: Sequence[Task],
+    console: Console,
+    processes: int,
+    *,
+    title: str = "replays",
+    done: Callable[[int, Row], None] | None = None,
+) -> list[Row]:
+    """What each task has found, in order. ``done`` is told of each, with its number, as soon as it has."""
     global _traces  # noqa: PLW0603 - forked workers share the traces so, without a copy
     _traces = traces
     gc.freeze()
@@ -210,11 +218,13 @@ def run_all(traces: Sequence[Trace], tasks: Sequence[Task], console: Console, pr
             Progress(*columns, console=console, transient=True) as progress,
             ProcessPoolExecutor(min(processes, len(tasks)), mp_context=get_context("fork")) as pool,
         ):
-            bar = progress.add_task("replays", total=len(tasks))
+            bar = progress.add_task(title, total=len(tasks))
             numbers = {pool.submit(_run, task): number for number, task in enumerate(tasks)}
             rows: dict[int, Row] = {}
             for future in as_completed(numbers):
-                rows[numbers[future]] = future.result()
+                row = rows[numbers[future]] = future.result()
+                if done is not None:
+                    done(numbers[future], row)
                 progress.advance(bar)
     finally:
         _traces = ()

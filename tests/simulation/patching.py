@@ -11,10 +11,12 @@ import logging
 import pkgutil
 import random
 import secrets
+import selectors
 import sys
+import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -26,7 +28,7 @@ import hicache.client
 import hicache.daemon
 from hicache.notices import Notices
 from tests.simulation import preemption
-from tests.simulation.net import NetworkFaults, Selectors, Sockets
+from tests.simulation.net import Eventfds, NetworkFaults, Selectors, Sockets
 from tests.simulation.primitives import Queues, Threading, Time
 from tests.simulation.rpc import Channel, Rpc, RpcFaults
 from tests.simulation.scheduler import Scheduler, SimulationError
@@ -60,6 +62,7 @@ class Node:
         self.rpc_faults = RpcFaults()
         self.threading = Threading(scheduler)
         self.sockets = Sockets(scheduler, self.network)
+        self.eventfds = Eventfds()
         self.rpc = Rpc(scheduler, self.threading, self.rpc_faults)
         self.complaints: list[str] = []  # what the code under test calls an error of its own
 
@@ -72,8 +75,10 @@ def load_all() -> None:
             if "mooncake" not in found.name and found.name != "__main__":
                 importlib.import_module(f"{package.__name__}.{found.name}")
     importlib.import_module("hicache.cache")
+    importlib.import_module("hicache.ranks.worker")
     importlib.import_module("tests.core.small_engine")
     _functions_with_clocks()  # while the collector shows all
+    _cells_with_factories()
     preemption.prepare()
     gc.freeze()  # so that a collection after each life looks at that life alone
 
@@ -85,11 +90,11 @@ def patched(node: Node) -> Iterator[None]:
     scheduler = node.scheduler
     clock = Time(scheduler)
     fakes: dict[types.ModuleType, Any] = {
-        sys.modules["threading"]: node.threading,
+        threading: node.threading,
         time: clock,
         sys.modules["queue"]: Queues(scheduler, node.threading),
         sys.modules["socket"]: node.sockets,
-        sys.modules["selectors"]: Selectors(scheduler),
+        selectors: Selectors(scheduler),
         random: _SeededRandom(scheduler.rng),
         secrets: Secrets(scheduler.rng),
     }
@@ -112,6 +117,8 @@ def patched(node: Node) -> Iterator[None]:
         for owner in {*_classes_hashed_by_place(), futures_base.Future, asyncio.Event, asyncio.Lock}:
             _set(stack, owner, "__hash__", number_of)
         _replace_defaults(stack, {time.monotonic: clock.monotonic, time.time: clock.time})
+        _replace_factories(stack, fakes)
+        _set(stack, sys.modules["hicache.ranks.loop"], "os", node.eventfds)
         session = sys.modules["hicache.client.session"]
         _set(stack, session, "HiCachedStub", node.rpc.stub_class())
         _set(stack, sys.modules["hicache.client.address"], "grpc", _Grpc(sys.modules["grpc"]))
@@ -207,6 +214,34 @@ def _functions_with_clocks() -> list[types.FunctionType]:
         and (found.__module__ or "").startswith("hicache")
         and any(value in clocks for value in (*(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()))
     ]
+
+
+def _replace_factories(stack: ExitStack, fakes: Mapping[types.ModuleType, Any]) -> None:
+    """What fields of dataclasses are made by was bound when the classes were."""
+    for cell, module, name in _cells_with_factories():
+        stack.callback(setattr, cell, "cell_contents", cell.cell_contents)
+        cell.cell_contents = getattr(fakes[module], name)
+
+
+@cache
+def _cells_with_factories() -> list[tuple[types.CellType, types.ModuleType, str]]:
+    names = {threading: ("Lock", "RLock", "Condition", "Event"), selectors: ("DefaultSelector",)}
+    factories = [(getattr(module, name), module, name) for module in names for name in names[module]]
+    return [
+        (cell, module, name)
+        for function in gc.get_objects()
+        if type(function) is types.FunctionType and (function.__module__ or "").startswith("hicache")
+        for cell in function.__closure__ or ()
+        for factory, module, name in factories
+        if _is_in(cell, factory)
+    ]
+
+
+def _is_in(cell: types.CellType, thing: object) -> bool:
+    try:
+        return cell.cell_contents is thing
+    except ValueError:  # it is empty
+        return False
 
 
 def _replaced(value: Any, replacements: dict[Callable[..., Any], Callable[..., Any]]) -> Any:

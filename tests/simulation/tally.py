@@ -28,6 +28,12 @@ class Tally:
     watched: int = 0  # events
     operated: int = 0  # lookups, pins and deletes of a neighbour
     streams_broken: int = 0
+    replicas: int = 0  # of several ranks
+    rank_kills: int = 0
+    ranks_lost: int = 0
+    ranks_stopped: int = 0
+    shards_failed: int = 0  # objects that failed for one rank alone
+    links_cut: int = 0
     steps: int = 0
     lives: int = 0
     traces: list[str] = field(default_factory=list)

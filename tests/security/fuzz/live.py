@@ -16,8 +16,8 @@ import grpc
 from hicache.backends.open import open_store
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.daemon.config import DaemonConfig
-from hicache.daemon.readings import StoreNumbers
 from hicache.daemon.recovery import OpenedStore
+from hicache.daemon.store_look import StoreLook
 from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.bulk import BULK_HELLO, BULK_MAGIC, PEER_MAGIC, BulkKind
@@ -160,4 +160,4 @@ def _open(config: DaemonConfig, limits: StoreLimits) -> OpenedStore:
         free_space_floor_bytes=0,
         limits=limits,
     )
-    return OpenedStore(store, store.store_id, StoreNumbers.of(store))
+    return OpenedStore(store, store.store_id, StoreLook.at(store))
