@@ -133,7 +133,7 @@ class HiCache(CacheFront[Directory]):
         """Build the pools and connect to L3. Never fails when L3 is away, nor waits for it, but as said below.
 
         L1 has ``l1_pages`` and ``l1_state_slots`` of each group, or all groups share ``l1_bytes``.
-        ``l3`` is an address (``unix:///run/hicache/hicached.sock``, ``tcp://host:port``), a backend to open in this
+        ``l3`` is an address (``unix:///run/hicached/hicached.sock``, ``tcp://host:port``), a backend to open in this
         process (``lmdb:///path``, ``file:///path``, of ``l3_capacity_bytes``), or None. ``salt`` keeps what the
         engine's own tenants may not share apart; ``token`` is what hicached knows the engine by. ``write_policy`` is
         ``write_through``, ``write_through_selective``, ``write_back``, or one of hicache.policies.write; ``eviction`` a

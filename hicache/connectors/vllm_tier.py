@@ -1,6 +1,6 @@
 """hicached below vLLM's own CPU tier: a secondary tier of ``TieringOffloadingSpec``, for those who keep that tier.
 
-    {"type": "HiCacheTier", "module_path": "hicache.connectors.vllm_tier", "l3": "unix:///run/hicache/hicached.sock"}
+    {"type": "HiCacheTier", "module_path": "hicache.connectors.vllm_tier", "l3": "unix:///run/hicached/hicached.sock"}
 
 All methods run in vLLM's scheduler and wait for nothing but ``drain_jobs`` and ``shutdown``, which end by the deadlines
 of what is under way. See docs/vllm_tier.md.
