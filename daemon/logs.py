@@ -7,9 +7,11 @@ import math
 import sys
 import time
 from collections.abc import Callable, MutableMapping
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
+
+from hicache.daemon.log_stream import LogStream
 
 SECRET_WORDS = ("token", "secret", "salt", "password")
 
@@ -22,7 +24,8 @@ _LEVEL_OF = _LEVELS | {"exception": logging.ERROR, "critical": logging.CRITICAL}
 
 
 def configure_logs(*, level: str, style: str) -> None:
-    """Sends the lines of structlog and of `logging` to stderr in one form: ``style`` is console or json."""
+    """Sends the lines of structlog and of `logging` to stderr in one form, console or json. Nobody waits."""
+    stream = cast(TextIO, LogStream(sys.stderr.fileno()))  # it writes and flushes: all that is asked of it
     renderer: structlog.typing.Processor
     if style == "json":
         renderer = structlog.processors.JSONRenderer()
@@ -40,10 +43,10 @@ def configure_logs(*, level: str, style: str) -> None:
     structlog.configure(
         processors=[LevelFilter(), *shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=stream),
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,
