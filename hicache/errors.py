@@ -15,9 +15,14 @@ HiCacheError
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class HiCacheError(Exception):
-    """Base of every error that hicache raises on purpose."""
+    """Base of every error that hicache raises on purpose. May be raised in another process than it is caught in."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), self.args, self.__dict__)
 
 
 class ConfigError(HiCacheError):
@@ -77,3 +82,10 @@ class StorageInUse(BackendError):
         super().__init__(f"{resource} is in use by {holder}; stop it or choose another one")
         self.resource = resource
         self.holder = holder
+
+
+def _rebuilt(kind: type[HiCacheError], args: tuple[Any, ...], values: dict[str, Any]) -> HiCacheError:
+    """An error as it was, without its constructor, whose arguments are not those of ``Exception``."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(values)
+    return error
