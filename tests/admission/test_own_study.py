@@ -16,6 +16,7 @@ from bench.admission.bounds import belady
 from bench.admission.generator import agent_sessions
 from bench.admission.study import SOURCES, in_pages, main, of_file
 from bench.admission.study_cells import BELADY, BOUND, CEILING, Cell, KeptRows, Row, Source, fill
+from bench.admission.study_duel import duel
 from bench.admission.study_limit import auc, limits, record
 from bench.admission.study_residency import residency
 from bench.admission.study_tables import OURS, SECOND_TOUCH, every_policy, filled_in, summary
@@ -81,6 +82,17 @@ def test_auc() -> None:
 
     assert auc(np.array([1.0, 2, 3, 4]), np.array([False, False, True, True])) == 1
     assert auc(np.array([1.0, 1, 1, 1]), np.array([False, False, True, True])) == 0.5
+
+
+def test_a_duel_tells_what_is_ahead_from_what_is_luck() -> None:
+    trace = part(synthetic_trace(), 1200)
+    clear = duel(trace, 20_000, "lru", SECOND_TOUCH)
+    assert clear.ahead_share > 3 * clear.deviation
+    assert clear.behind_chance < 0.01
+    same = duel(trace, 1000, "lru", "lru", warm_share=0.5)
+    assert (same.ahead_share, same.deviation, same.behind_chance, same.differing) == (0, 0, 0, 0)
+    assert same.requests == 600
+    assert duel(trace, 1000, SECOND_TOUCH, "lru").ahead_share == -duel(trace, 1000, "lru", SECOND_TOUCH).ahead_share
 
 
 def test_longer_pages_find_the_same_prefixes_but_for_what_is_not_whole() -> None:
