@@ -18,13 +18,12 @@ from bench.admission.study_cells import BELADY, BOUND, CEILING, Cell, KeptRows, 
 from bench.admission.study_duel import duel as run_duel
 from bench.admission.study_limit import limits
 from bench.admission.study_residency import residency
-from bench.admission.study_tables import OURS, SECOND_TOUCH, every_policy, filled_in, summary
+from bench.admission.study_tables import CAPACITIES, OURS, SECOND_TOUCH, every_policy, filled_in, summary
 from bench.admission.traces import Trace, load_trace
 from hicache.errors import ConfigError
 
 _FILES = Path(__file__).parent.parent / "trace_files"
 _PAGE_TOKENS = 512
-CAPACITIES = {"0.5 M": 1000, "3 M": 5859, "10 M": 20_000, "25 M": 50_000}  # pages, as in golden/policies.json
 POLICIES = (
     OURS, "lru", SECOND_TOUCH, "lru+tiny_lfu", "fifo", "lfu", "lfu_da", "slru", "s3_fifo", "sieve", "arc", "gdsf",
     "marconi", "ttl", "tail_trim", "marconi+write_through_selective", "marconi+tiny_lfu",

@@ -190,6 +190,10 @@ def test_the_tables_tell_regret_as_an_interval_and_leave_out_what_was_not_run() 
     assert summary(rows).splitlines()[2:] == [
         "| some, 0.5 M | 0.300 | 0.200 (lru) | 0.200 | 0.100 | 0.400 to 0.600 | 0.75 | 25 to 50 % | 150 % |"
     ]
+    unfinished = [row(OURS, 0.3), row("lru", 0.2), row(CEILING, 0.6)]
+    assert summary(unfinished).splitlines()[2:] == [
+        "| some, 0.5 M | 0.300 | 0.200 (lru) | 0.200 |  | at most 0.600 |  | at most 50 % | 150 % |"
+    ]
     assert "0.400 to 0.500" in summary([*rows, row(BOUND, 0.5)]), "the program bounds closer than the ceiling"
     assert "| lru | 0.200, 50 to 67 %, 100 % |" in every_policy(rows)
     more = every_policy([*rows, row("lru", 0.5, 5859), row(BELADY, 0.5, 5859), row(CEILING, 0.5, 5859)])
