@@ -20,7 +20,7 @@ from hicache.policies.facts import RequestFacts
 from hicache.policies.read import READ_POLICY_DEFAULT, ReadFactory, read_policy_of
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy, WriteThrough
-from hicache.prefetch import Prefetcher, PrefetchLimits
+from hicache.prefetch import Prefetcher
 from hicache.read_admission import ReadAdmission
 from hicache.request import RequestRecord
 from hicache.snapshots import Snapshots
@@ -80,7 +80,7 @@ class Directory(JobSide):
         self._prefetcher = Prefetcher(
             self.index,
             self._jobs,
-            PrefetchLimits(config.has_l3, spec.page_tokens, config.prefetch_threshold_tokens, config.prefetch_l2_share),
+            config,
             self.stats,
             ReadAdmission(
                 read_policy_of(read_policy, self.costs),

@@ -372,7 +372,7 @@ def budgets_are_taken_by_what_waits(system: System) -> None:
         if live.record.prefetch is not None and not live.record.prefetch.concluded:
             for _, group in live.record.prefetch.fetched:
                 held[group] += 1
-    assert system.prefetcher._held == held
+    assert system.prefetcher.fetches.held == held
     assert not any(system.writer._storing)
     assert not any(system.writer._copying)
     assert not system.writer._queue

@@ -18,6 +18,7 @@ from typing import Protocol
 from hicache.arena import Arena
 from hicache.directory import Directory
 from hicache.entry_facts import EntryFacts
+from hicache.fetches import Fetches
 from hicache.handover import Handover
 from hicache.index import Index
 from hicache.jobbook import JobBook, _Open
@@ -92,38 +93,38 @@ def mutant(name: str, function: Callable[..., object], old: str, new: str, *more
 MUTANTS = (
     mutant(
         "a page is published before all of its groups have arrived",
-        Prefetcher._publish_in_order,
+        Fetches.publish_in_order,
         "if part in prefetch.handles]",
         "if part in prefetch.arrived]",
     ),
     mutant(
         "a page is published though an object of it has failed",
-        Prefetcher._publish_page,
+        Fetches._publish_page,
         "if prefetch.arrived[part].is_ok]",
         "]",
     ),
     mutant(
         "a plan that finds no room forgets slots",
-        Prefetcher._acquire,
+        Fetches.acquire,
         "self._index.release(Tier.L2, taken_group, [handle])",
         "pass",
     ),
-    mutant("a share of L2 is not given back", Prefetcher.conclude, "self._held[group] -= 1", "pass"),
+    mutant("a share of L2 is not given back", Fetches.let_go, "self.held[group] -= 1", "pass"),
     mutant(
         "a request is not told that what it waits for has come",
-        Prefetcher._share,
+        Fetches._share,
         "other.awaited.discard(part)",
         "pass",
     ),
     mutant(
         "what was fetched for another may be evicted before it is used",
-        Prefetcher._share,
+        Fetches._share,
         "other.keeps[-1].entries.append(self._index.pin(entry))",
         "pass",
     ),
     mutant(
         "what another request failed to fetch is taken for arrived",
-        Prefetcher._share,
+        Fetches._share,
         "other.has_missed = True",
         "pass",
     ),
