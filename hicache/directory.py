@@ -166,10 +166,6 @@ class Directory(JobSide):
         """By any clock that goes forward."""
         self.index.tell_time(now_s)
 
-    def gives_up_at_s(self, record: RequestRecord) -> float:
-        """When waiting longer for the prefetch costs more than it can bring."""
-        return math.inf if record.prefetch is None else record.prefetch.give_up_at_s
-
     def is_settled(self, record: RequestRecord) -> bool:
         """Whether waiting longer for the prefetch can bring nothing more."""
         return record.prefetch is None or record.prefetch.settled

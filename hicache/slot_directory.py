@@ -164,10 +164,6 @@ class SlotDirectory(JobSide):
             keys = [] if self._jobs.has_lost else record.keys[: record.restorable_pages]
             record.prefetch = self._prefetcher.start(keys, own=min(record.own_pages, len(keys)), patience_s=patience_s)
 
-    def gives_up_at_s(self, record: SlotRecord) -> float:
-        """When waiting longer for the prefetch costs more than it can bring."""
-        return math.inf if record.prefetch is None else record.prefetch.give_up_at_s
-
     def is_settled(self, record: SlotRecord) -> bool:
         """Whether waiting longer for the prefetch can bring nothing more."""
         return record.prefetch is None or record.prefetch.settled

@@ -492,5 +492,6 @@ def test_a_request_waits_no_longer_than_computing_would_have_taken() -> None:
     world.fill_l3(prompt(8))
     live = world.open(prompt(8))
     world.prefetch(live)
-    waits_s = world.directory.gives_up_at_s(live.record) - world.now_s
+    assert live.record.prefetch is not None
+    waits_s = live.record.prefetch.give_up_at_s - world.now_s
     assert waits_s == pytest.approx(8 * PAGE * world.token_s, rel=0.3)
