@@ -10,10 +10,8 @@ from functools import partial
 
 import pytest
 
-from hicache.costs.fit import OnlineFit
 from hicache.costs.measured import MeasuredCosts, tell_prefill
-from hicache.errors import ConfigError, UsageError
-from hicache.jobs import LookupJob
+from hicache.errors import ConfigError
 from hicache.outcome import Outcome
 from hicache.policies.read import (
     Always,
@@ -25,8 +23,6 @@ from hicache.policies.read import (
     read_policy_of,
 )
 from hicache.read_admission import LOOKUP, PROBE_REST, PROBE_REST_S_MAX, Offer, ReadAdmission
-from tests.core.situations import loaded_pages, prompt
-from tests.core.world import FULL, PAGE, STATE, World
 
 PAGE_BYTES = 1000
 FACTS = LoadFacts(
@@ -108,74 +104,6 @@ def test_a_policy_that_there_is_not_is_refused_with_its_value(wrong: Callable[[M
 def test_a_policy_of_ones_own_is_made_with_the_measured_costs() -> None:
     policy = read_policy_of(partial(LatencyBreakEven, margin_share=0.5), MeasuredCosts())
     assert isinstance(policy, LatencyBreakEven)
-
-
-@pytest.mark.parametrize(("start", "end", "seconds"), [(5, 5, 1.0), (-1, 5, 1.0), (0, 5, 0.0), (0, 5, math.nan)])
-def test_a_prefill_that_cannot_be_is_refused(start: int, end: int, seconds: float) -> None:
-    with pytest.raises(UsageError):
-        tell_prefill(MeasuredCosts(), [(start, end)], seconds)
-
-
-# -- what is learnt --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_latency_and_bandwidth_are_told_apart_through_noise_and_outliers(seed: int) -> None:
-    rng, fit = random.Random(seed), OnlineFit()
-    for number in range(60):
-        size = float(rng.choice([1, 2, 4, 8, 16, 64]) * 10_000)
-        seconds = (0.01 + size / 1e6) * rng.uniform(0.85, 1.15)
-        fit.add((size, 1.0), seconds * (20 if number % 9 == 4 else 1))
-    for size in (10_000, 100_000, 640_000):
-        found = fit.at((size, 1.0))
-        assert found is not None
-        assert abs(found / (0.01 + size / 1e6) - 1) < 0.2
-
-
-def test_depth_and_the_fixed_cost_of_prefill_are_told_apart() -> None:
-    costs = MeasuredCosts()
-    for start, end in [(0, 1000), (0, 4000), (2000, 2100), (3900, 4000), (0, 100), (1000, 3000), (0, 2000)]:
-        costs.computed(start, end, 0.005 + (end - start) * 1e-5 + (end**2 - start**2) * 1e-9)
-    saved = costs.prefill_s(0, 4000)
-    assert saved is not None
-    assert abs(saved / (0.04 + 0.016) - 1) < 0.1
-
-
-def test_without_a_sample_nothing_is_known_and_it_is_known_how_far_samples_reach() -> None:
-    fit = OnlineFit()
-    assert fit.at((10.0, 1.0)) is None
-    fit.add((10.0, 1.0), 1.0)
-    assert fit.at((40.0, 1.0)) == pytest.approx(4.0)
-    assert fit.reaches(40)
-    assert not fit.reaches(41)
-
-
-def test_loads_far_larger_than_any_are_not_known_and_such_prefills_are_doubted() -> None:
-    costs = MeasuredCosts()
-    costs.moved("L3", 1000, 1.0)
-    costs.computed(0, 100, 1.0)
-    assert costs.transfer_s("L3", 4000) == pytest.approx(4.0)
-    assert costs.transfer_s("L3", 4001) is None
-    assert costs.transfer_s("L2", 1) is None
-    assert costs.prefill_s(0, 400) == pytest.approx(4.0)
-    assert costs.prefill_s(0, 404) == pytest.approx(4.04 / 4)
-
-
-def test_times_and_sizes_of_nothing_teach_nothing() -> None:
-    fit = OnlineFit()
-    for row, seconds in [((0.0, 1.0), 1.0), ((10.0, 1.0), 0.0), ((10.0, 1.0), math.nan)]:
-        fit.add(row, seconds)
-    assert fit.at((1.0, 1.0)) is None
-
-
-def test_one_outlier_changes_little_and_a_second_one_everything() -> None:
-    fit = OnlineFit()
-    for _ in range(20):
-        fit.add((1000.0, 1.0), 1.0)
-    fit.add((1000.0, 1.0), 50.0)
-    assert fit.at((1000.0, 1.0)) == pytest.approx(1.0, rel=0.1)
-    fit.add((1000.0, 1.0), 50.0)
-    assert fit.at((1000.0, 1.0)) == pytest.approx(50.0, rel=0.1)
 
 
 # -- an engine in virtual time ---------------------------------------------------------------------------------------
@@ -376,122 +304,3 @@ def test_where_only_the_state_is_missing_it_is_fetched_though_what_follows_is_no
     assert admission.reason_to_decline(hoped) is None
     assert admission.worth(replace(hoped, stops=[20, 40, 90], lookup_objects=0)) == [20, 40]
     assert admission.reason_to_decline(replace(hoped, stops=[100])) == "faster_computed"
-
-
-# -- in the directory ------------------------------------------------------------------------------------------------
-
-
-def slow_world(groups: tuple[object, ...] = (FULL,), **settings: object) -> World:
-    """Computing a token takes 0.1 s, an object of L3 what ``fetch_s`` says."""
-    world = World(groups, l1=40, l2=40, **settings)  # type: ignore[arg-type]
-    world.token_s = 0.1
-    return world
-
-
-def learn(world: World, *, fetch_s: float) -> None:
-    """One request has come from L3 and computed."""
-    world.fetch_s = fetch_s
-    world.directory.costs.computed(0, 8 * PAGE, 8 * PAGE * world.token_s)
-    world.fill_l3(prompt(8, seed=9))
-    world.serve(prompt(8, seed=9), snapshot=False)
-
-
-def test_what_l3_would_take_too_long_for_is_computed_and_l3_is_not_asked() -> None:
-    world = slow_world()
-    learn(world, fetch_s=1.0)
-    stats, lookups = world.directory.stats, world.directory.stats.objects["lookup.ok"]
-    world.fill_l3(prompt(8))
-    for _ in range(2):
-        live = world.open(prompt(8))
-        world.prefetch(live)
-        assert world.directory.is_settled(live.record), "nobody waits"
-        world.load_whole(live)
-        assert loaded_pages(live) == 0
-        world.release(live)
-    assert stats.prefetch_declined == {"unmeasured": 1, "faster_computed": 2}
-    assert stats.prefetch_found == 0
-    assert stats.prefetch_probes == 1, "of the first one: it has learnt from all of it, and rests"
-    assert stats.objects["lookup.ok"] == lookups
-    world.wind_up()
-
-
-def test_what_l3_turns_out_to_have_too_little_of_is_a_drop() -> None:
-    """All eight pages would pay, since a load has a cost of its own; the two that are there do not."""
-    world = slow_world()
-    costs = world.directory.costs
-    costs.computed(0, 8 * PAGE, 8 * PAGE * world.token_s)
-    object_bytes = world.spec.object_bytes[0]
-    for objects in (1, 2, 4, 8):
-        costs.moved("L3", objects * object_bytes, 2.0 * PAGE * world.token_s + objects * 1e-6)
-    world.fill_l3(prompt(2))
-    live = world.open(prompt(8))
-    world.prefetch(live)
-    world.executor.run_kind(LookupJob)
-    world.load_whole(live)
-    assert loaded_pages(live) == 0
-    assert world.directory.stats.prefetch_dropped["faster_computed"] == 2 * PAGE
-    assert world.directory.stats.prefetch_probes == 1
-    world.wind_up()
-
-
-def test_a_fast_store_is_loaded_from_as_the_control_to_that() -> None:
-    world = slow_world()
-    learn(world, fetch_s=0.01)
-    world.fill_l3(prompt(8))
-    live = world.open(prompt(8))
-    world.prefetch(live)
-    world.run_all()
-    world.load_whole(live)
-    assert loaded_pages(live) == 8
-    assert world.directory.stats.prefetch_probes == 1, "only of the first one"
-
-
-def test_pages_that_a_probe_has_brought_are_found_in_l2() -> None:
-    world = slow_world()
-    learn(world, fetch_s=1.0)
-    world.fill_l3(prompt(8))
-    world.now_s += PROBE_REST_S_MAX
-    for _ in range(2):
-        live = world.open(prompt(8))
-        found = live.record.local_tokens["l2"]
-        world.prefetch(live)
-        world.run_all()
-        world.release(live)
-    assert found == PAGE
-    world.wind_up()
-
-
-def test_a_prefix_whose_state_makes_it_too_large_may_have_a_shorter_one_that_pays() -> None:
-    """The policy is asked anew with the bytes of the shorter prefix, and what it declines of the rest is a drop."""
-    asked: list[LoadFacts] = []
-
-    class Half:
-        def tokens(self, facts: LoadFacts) -> int:
-            asked.append(facts)
-            all_tokens = facts.usable_tokens - facts.held_tokens
-            return all_tokens if facts.usable_tokens <= 5 * PAGE else 5 * PAGE
-
-        def patience_s(self, facts: LoadFacts) -> float:
-            return math.inf
-
-    world = slow_world((FULL, STATE))
-    world.directory._prefetcher._admission._policy = Half()
-    world.fill_l3(prompt(8), without=frozenset((page, 1) for page in (0, 1, 3, 4, 5, 6)))
-    live = world.open(prompt(8))
-    world.directory.prefetch(live.record)
-    world.run_all()
-    world.load_whole(live)
-    assert loaded_pages(live) == 3
-    assert [facts.usable_tokens for facts in asked] == [8 * PAGE, 8 * PAGE, 3 * PAGE], "hoped for, found, and less"
-    assert world.directory.stats.prefetch_dropped["faster_computed"] == 5 * PAGE
-
-
-def test_a_request_waits_no_longer_than_computing_would_have_taken() -> None:
-    world = slow_world()
-    learn(world, fetch_s=0.01)
-    world.fill_l3(prompt(8))
-    live = world.open(prompt(8))
-    world.prefetch(live)
-    assert live.record.prefetch is not None
-    waits_s = live.record.prefetch.give_up_at_s - world.now_s
-    assert waits_s == pytest.approx(8 * PAGE * world.token_s, rel=0.3)

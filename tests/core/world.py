@@ -26,8 +26,8 @@ from tests.core.eviction_invariants import (
     uses_by_entry,
     what_is_idle_for_too_long_has_gone,
 )
-from tests.core.invariants import the_path_has_no_more_snapshots_than_the_cap, usable_pages
 from tests.core.live import PAGE, Live
+from tests.core.prefix_invariants import the_path_has_no_more_snapshots_than_the_cap, usable_pages
 from tests.core.simulated_executor import Fault, no_fault
 from tests.core.system import System
 
