@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable
 from contextlib import closing
 from functools import cache
@@ -25,7 +24,7 @@ from tests.daemon.rig import wait_until
 from tests.observability.conservation import (
     Scrape,
     check_engine,
-    check_no_counter_fell,
+    check_every_scrape_of,
     read_scrape,
     total,
 )
@@ -81,30 +80,8 @@ def test_every_scrape_adds_up_while_l3_fails_and_requests_are_given_up(seed: int
         fill(engine, *(prompt(5, seed=number) for number in range(12)))
         engine.l3.fault = lambda operation, key: rng.choice(FAULTS) if rng.random() < 0.05 else None
         registry = scraper(engine)
-        over = threading.Event()
-        failed: list[BaseException] = []
-
-        def scrape_on() -> None:
-            before = look(registry)
-            try:
-                while not over.is_set():
-                    now = look(registry)
-                    check_engine(now)
-                    check_no_counter_fell(before, now)
-                    before = now
-            except BaseException as error:
-                failed.append(error)
-
-        threads = [threading.Thread(target=Life(engine, Random(rng.random())).run) for _ in range(2)]
-        scrapers = [threading.Thread(target=scrape_on) for _ in range(2)]
-        for thread in (*threads, *scrapers):
-            thread.start()
-        for thread in threads:
-            thread.join()
-        over.set()
-        for thread in scrapers:
-            thread.join()
-        assert not failed, failed
+        lives = [Life(engine, Random(rng.random())).run for _ in range(2)]
+        check_every_scrape_of(lives, look=lambda: look(registry), check=check_engine)
         engine.settle()
         last = look(registry)
         check_engine(last)
