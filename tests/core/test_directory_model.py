@@ -73,7 +73,7 @@ REACHED = {  # by name, at least so often
     **dict.fromkeys(("read.latency", "read.gpu", "read.always", "read.never"), 2),
     "dropped.faster_computed": 10 * PAGE,
     "declined.faster_computed": 10,
-    "declined.unmeasured": 10,
+    "declined.unmeasured": 5,
     "probes": 3,
 }
 
