@@ -284,8 +284,9 @@ def budgets_are_taken_by_what_waits(system: System) -> None:
 
 
 def prefetches_have_settled(system: System) -> None:
-    """Nobody waits for what is not on its way."""
+    """Nobody waits for what is not on its way, and the next probe does not wait for one that is over."""
     assert all(live.record.prefetch is None or live.record.prefetch.settled for live in system.live)
+    assert system.prefetcher._admission._probing_since_s is None
 
 
 def bytes_on_their_way_are_counted(system: System) -> None:

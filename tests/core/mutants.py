@@ -29,6 +29,7 @@ from hicache.policies.eviction_queues import RandomLeaf, TwoQueues
 from hicache.policies.own import ContinuationEviction
 from hicache.prefetch import Prefetcher
 from hicache.prefix import PrefixRule
+from hicache.read_admission import ReadAdmission
 from hicache.room import Room
 from hicache.snapshots import Snapshots
 from hicache.write_ahead import WriteAhead
@@ -128,6 +129,14 @@ MUTANTS = (
         "other.has_missed = True",
         "pass",
     ),
+    mutant(
+        "L3 is not asked for the state of what is here",
+        ReadAdmission._wants_some,
+        "for stop in hoped.stops",
+        "for stop in hoped.stops[-1:]",
+    ),
+    mutant("L3 is asked for what cannot pay", ReadAdmission._wants_some, "return any(", "return True or any("),
+    mutant("a probe is never over", Fetches._fetched, "self._admission.end_probe()", "pass"),
     mutant("what is late is not accounted for", Prefetcher.conclude, "self._drop(promised - used, reason)", "pass"),
     mutant(
         "what a copy reads is not pinned",
