@@ -1,8 +1,9 @@
 """Read policy: how much of what a tier below has of a prompt is loaded, and how much is computed again.
 
 A policy is asked of all that a tier may have of a prompt, before the tier is asked; of what it has, when that is known;
-and again when it wants less than that and the next shorter prefix that can be used has another size. It has neither clock nor memory: costs are those of a model
-(``hicache.costs``) in the replayer, and in a running engine what it has measured.
+and again when it wants less than that and the next shorter prefix that can be used has another size. It has neither
+clock nor memory: costs are those of a model (``hicache.costs``) in the replayer, and in a running engine what it has
+measured.
 """
 
 from __future__ import annotations
