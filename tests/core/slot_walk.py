@@ -74,6 +74,7 @@ class SlotWalk:
         for stats in self.world.lives:
             reached += Counter({f"tokens.{source}": count for source, count in stats.tokens_by_source.items()})
             reached += Counter({f"dropped.{reason}": count for reason, count in stats.prefetch_dropped.items()})
+            reached += Counter({f"declined.{reason}": count for reason, count in stats.prefetch_declined.items()})
             reached += Counter(stats.skipped)
             for name, count in stats.objects.items():
                 leg, outcome = name.split(".")
