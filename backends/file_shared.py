@@ -130,7 +130,7 @@ class SharedFileBackend:
     def _find_one(self, key: bytes) -> Outcome:
         if not is_storable_key(key):
             return Outcome.ABSENT
-        path = self._files.path_of(key)
+        path = self._files.tree.path_of(key)
         now_s = self._wall_clock()
         try:
             if os.stat(path).st_atime < now_s + PROTECTED_S / 2:
@@ -152,7 +152,7 @@ class SharedFileBackend:
         now_s = self._wall_clock()
         for item, outcome in zip(items, outcomes, strict=True):
             if outcome is Outcome.OK:
-                self._note_use(self._files.path_of(item.key), now_s)
+                self._note_use(self._files.tree.path_of(item.key), now_s)
         if Outcome.CORRUPT in outcomes:
             self._report()
         return outcomes
@@ -280,7 +280,7 @@ class SharedFileBackend:
         freed_bytes = 0
         with self._evicting, self._evicting_here():
             enough_bytes = shortfall()
-            folders = self._files.folders()
+            folders = self._files.tree.folders()
             self._random.shuffle(folders)
             while freed_bytes < enough_bytes and folders:
                 freed_bytes += self._evict_from(self._sample(folders), enough_bytes - freed_bytes)
@@ -306,7 +306,7 @@ class SharedFileBackend:
         now_s = self._wall_clock()
         sample: list[tuple[float, int, bytes]] = []
         while folders and len(sample) < SAMPLE_FILES:
-            for key, stat in self._files.in_folder(folders.pop()):
+            for key, stat in self._files.tree.in_folder(folders.pop()):
                 if stat.st_atime <= now_s or stat.st_atime > now_s + 2 * PROTECTED_S:  # or a clock that is far off
                     sample.append((stat.st_mtime, payload_bytes_of(stat.st_size), key))
         if folders:

@@ -7,7 +7,6 @@ import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -15,8 +14,6 @@ import msgspec
 import xxhash
 
 from hicache.backends.base import (
-    SCAN_OBJECTS_MAX,
-    WALK_OBJECTS_MAX,
     GetItem,
     Number,
     PutItem,
@@ -28,15 +25,15 @@ from hicache.backends.base import (
 from hicache.backends.file_accounts import Accounts, Counts, counts_of
 from hicache.backends.file_calls import FileCalls
 from hicache.backends.file_direct import wins
-from hicache.backends.file_layout import key_of_name, object_path, stored_bytes_of
-from hicache.backends.file_objects import ObjectFiles, payload_bytes_of
+from hicache.backends.file_layout import stored_bytes_of
+from hicache.backends.file_objects import ObjectFiles
 from hicache.backends.file_settings import FileSettings
 from hicache.backends.file_spares import SpareFiles
+from hicache.backends.file_tree import FileTree
 from hicache.backends.file_writer import WriterFolder, orphan_number, remove_dead_writers
 from hicache.backends.helpers import Helpers
 from hicache.backends.lock import DirectoryLock, opening_alone
 from hicache.backends.marker import current_boot_id, new_marker, read_marker, write_marker
-from hicache.backends.progress import tell_progress
 from hicache.backends.space import OUT_OF_SPACE_ERRNOS, free_bytes, require_possible, why_full
 from hicache.backends.store_keys import open_keys
 from hicache.backends.write_health import WriteHealth
@@ -71,7 +68,7 @@ class FileBackend:
         self.directory = directory
         self.settings = settings
         self._pid = os.getpid()
-        self._objects = str(directory / "objects")
+        self.tree = FileTree(str(directory / "objects"))
         self._lock = lock
         self._calls = calls
         self._notices = Notices(logging.getLogger(__name__))
@@ -86,7 +83,7 @@ class FileBackend:
             marker = read_marker(directory, kind=STORE_KIND, versions=(STORE_VERSION,))
             marker = marker or new_marker(STORE_KIND, STORE_VERSION)
             write_marker(directory, msgspec.structs.replace(marker, boot_id=current_boot_id(), is_clean=False))
-            os.makedirs(self._objects, exist_ok=True)
+            os.makedirs(self.tree.root, exist_ok=True)
         self.store_id = bytes.fromhex(marker.store_id)
         self.orphans_removed = remove_dead_writers(directory / "unfinished")
         self.writer = WriterFolder(directory / "unfinished", calls)
@@ -124,7 +121,7 @@ class FileBackend:
             require_possible(directory, capacity_bytes)
             backend = cls(directory, lock, capacity_bytes=capacity_bytes, settings=settings, calls=calls or FileCalls())
             if not settings.shared:
-                backend._first_walk = list(backend._walk())
+                backend._first_walk = list(backend.tree.scan())
                 backend.accounts.settle(counts_of(backend._first_walk), Counts())
                 backend._open_keys(encryption_keys)
             return backend
@@ -139,43 +136,7 @@ class FileBackend:
 
     def count(self) -> Counts:
         """What a walk over all files finds; takes seconds for a million."""
-        return counts_of(self._walk())
-
-    def _walk(self) -> Iterator[StoredBatch]:
-        """Every object; files that are none of ours are left alone."""
-        for folder in self.folders():
-            rows = ((key, payload_bytes_of(stat.st_size), stat.st_mtime) for key, stat in self.in_folder(folder))
-            while some := list(islice(rows, SCAN_OBJECTS_MAX)):
-                tell_progress(len(some))
-                yield StoredBatch.of(some)
-
-    def folders(self) -> list[str]:
-        """Those that hold objects."""
-        with os.scandir(self._objects) as entries:
-            return sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
-
-    def in_folder(self, folder: str, *, prefix: bytes = b"") -> Iterator[tuple[bytes, os.stat_result]]:
-        """Key and stat of the file of every object in one of them whose key begins with ``prefix``. One stat for each,
-        and none is opened."""
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            with os.scandir(fd) as entries:  # of a descriptor: names are looked up there and not from the root on
-                found = list(entries)
-            for entry in found:
-                key = key_of_name(entry.name)
-                if key is None or not key.startswith(prefix):
-                    continue
-                try:
-                    stat = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                yield key, stat
-        finally:
-            os.close(fd)
-
-    def path_of(self, key: bytes) -> str:
-        """The name of an object's file."""
-        return object_path(self._objects, key)
+        return counts_of(self.tree.scan())
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
         """See ``Backend.put``."""
@@ -192,7 +153,7 @@ class FileBackend:
         size_bytes = item.payload.nbytes
         if not is_storable_key(item.key) or size_bytes == 0:
             return Outcome.REFUSED
-        path = self.path_of(item.key)
+        path = self.tree.path_of(item.key)
         stored_bytes = stored_bytes_of(size_bytes)
         with self._lock_of(item.key):
             self._require_open()
@@ -234,7 +195,7 @@ class FileBackend:
         changed: dict[str, list[int]] = {}
         for position, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):
             if outcome is Outcome.OK:
-                changed.setdefault(os.path.dirname(self.path_of(key)), []).append(position)
+                changed.setdefault(os.path.dirname(self.tree.path_of(key)), []).append(position)
         for folder, positions in changed.items():
             try:
                 self._calls.sync_folder(folder)
@@ -264,7 +225,7 @@ class FileBackend:
     def _get_one(self, item: GetItem) -> Outcome:
         if not is_storable_key(item.key):
             return Outcome.ABSENT
-        path = self.path_of(item.key)
+        path = self.tree.path_of(item.key)
         try:
             outcome, inode = self._files.read(path, item)
             if outcome is Outcome.CORRUPT:
@@ -316,7 +277,7 @@ class FileBackend:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See ``Backend.contains``."""
         self._require_open()
-        return [is_storable_key(key) and os.path.exists(self.path_of(key)) for key in keys]
+        return [is_storable_key(key) and os.path.exists(self.tree.path_of(key)) for key in keys]
 
     def delete(self, keys: Sequence[bytes]) -> list[Outcome]:
         """See ``Backend.delete``."""
@@ -331,7 +292,7 @@ class FileBackend:
             return Outcome.ABSENT
         with self._lock_of(key):
             self._require_open()
-            return self._remove(self.path_of(key))
+            return self._remove(self.tree.path_of(key))
 
     def forget(self, gone: Sequence[tuple[bytes, int]]) -> None:
         """See ``Backend.forget``."""
@@ -347,29 +308,18 @@ class FileBackend:
         for key, used_at_s in used:
             if is_storable_key(key):
                 with contextlib.suppress(OSError):
-                    os.utime(self.path_of(key), (used_at_s, used_at_s))
+                    os.utime(self.tree.path_of(key), (used_at_s, used_at_s))
 
     def scan(self) -> Iterator[StoredBatch]:
         """See ``Backend.scan``. Names and sizes only: what a file holds is verified when it is read."""
         self._require_open()
         found, self._first_walk = self._first_walk, None
-        yield from found if found is not None else self._walk()
+        yield from found if found is not None else self.tree.scan()
 
     def walk(self, *, after: bytes = b"", tenant: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``. In the order of folders and names; opens each file for its namespace."""
         self._require_open()
-        start = self.path_of(after) if after else ""
-        for folder in self.folders():
-            if folder < os.path.dirname(start):
-                continue
-            found = sorted((self.path_of(key), key, stat) for key, stat in self.in_folder(folder, prefix=tenant))
-            ahead = (entry for entry in found if entry[0] > start)
-            while some := list(islice(ahead, WALK_OBJECTS_MAX)):
-                yield [
-                    WalkedObject(key, payload_bytes_of(stat.st_size), stat.st_mtime, tag)
-                    for path, key, stat in some
-                    if (tag := self._files.namespace_tag(path, key)) is not None
-                ]
+        return self.tree.walk(after=after, tenant=tenant, tag_of=self._files.namespace_tag)
 
     def usage(self) -> Usage:
         """See ``Backend.usage``."""

@@ -21,7 +21,7 @@ from tests.backends.payloads import get, key, payload, put
 from tests.daemon.client import Client
 from tests.daemon.raw_links import object_key, payload_of
 from tests.daemon.rig import START_S, DaemonProcess, DaemonThread, refused_start
-from tests.security.test_encryption import random_masters
+from tests.security.master_keys import random_masters
 
 Start = Callable[..., DaemonProcess]
 Run = Callable[..., DaemonThread]

@@ -248,7 +248,7 @@ def what_is_held(engine: Engine) -> list[str]:
                 pins = sum(entry.pins for entry in entries)
                 if (pool.used_count, pins) != (len(entries), 0):
                     held.append(f"{tier.name} {group}: {pool.used_count} slots of {len(entries)} pages, {pins} pins")
-        held += [f"prefetched {number}" for number in directory._prefetcher._held if number]
+        held += [f"prefetched {number}" for number in directory._prefetcher.fetches.held if number]
         held += [f"{node.copying}, {node.storing} under way" for node in nodes if node.copying or node.storing]
         open_jobs = {name: count for name, count in cache._pump.times.read().open.items() if count}
         if open_jobs or directory.stats.prefetch_in_flight:

@@ -11,7 +11,8 @@ from tests.client.hicached import HicachedProcess, token_of
 from tests.client.small_daemon import SmallDaemon
 from tests.client.support import open_descriptors, wait_until
 from tests.engines.sglang.conftest import Start
-from tests.engines.sglang.rig import PAGE_TOKENS, assert_equal, extra_config, gdn, mha, storage_threads, tokens
+from tests.engines.sglang.devices import PAGE_TOKENS, gdn, mha
+from tests.engines.sglang.rig import assert_equal, extra_config, storage_threads, tokens
 
 POLICIES = ("best_effort", "wait_complete", "timeout")
 
