@@ -24,7 +24,7 @@ from hicache.daemon.health import Health
 from hicache.daemon.hello import Hellos, Identity
 from hicache.daemon.lifecycle_verbs import serve_lifecycle
 from hicache.daemon.listeners import Listeners, inherited_sockets
-from hicache.daemon.metrics import Metrics
+from hicache.daemon.metrics import Metrics, Readings
 from hicache.daemon.notify import Ready, remove_ready_file, write_ready_file
 from hicache.daemon.parts import (
     lock_socket,
@@ -43,6 +43,7 @@ from hicache.daemon.parts import (
 )
 from hicache.daemon.peers import PeerTickets
 from hicache.daemon.probes import Probes
+from hicache.daemon.readings import certificate_readings
 from hicache.daemon.recorder import Recorders
 from hicache.daemon.recovery import OpenedStore, RecoveryProgress, open_store, recover, wipe_at_stop
 from hicache.daemon.reload import Reloadable, Reloader
@@ -116,6 +117,7 @@ class Daemon:
         tenants = Tenants.load(config.tenants_file, defaults=config.tenant_defaults)
         limits = store_limits(config, tenants)
         tls, peer_tickets = ServerTls.of(config), PeerTickets()
+        self.metrics.registry.register(Readings(certificate_readings(tls)))
         self._authority.learn(config, tenants)
         lock_socket(config, stages)
         if config.ready_file:
