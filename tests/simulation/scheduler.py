@@ -127,7 +127,9 @@ class Scheduler:
         if self.steps % BUSY_STEPS == 0:
             passed_s, self._looked_at_s = self.now_s - self._looked_at_s, self.now_s
             if passed_s < BUSY_S:
-                raise SimulationError(f"{BUSY_STEPS} steps in {passed_s:.3f} s, the last one of {fiber.name}: who waits?")
+                raise SimulationError(
+                    f"{BUSY_STEPS} steps in {passed_s:.3f} s, the last one of {fiber.name}: who waits?"
+                )
         self._digest.update(b"%d %d;" % (fiber.number, int(self.now_s * 1e6)))
         self.current = fiber
         asyncio._set_running_loop(fiber.loop)
