@@ -11,6 +11,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from hicache.backends import scrub
+from hicache.backends.lmdb_layout import CHUNK_BYTES
 from hicache.daemon.config import DaemonConfig, load_config
 from hicache.daemon.server import Daemon
 from hicache.errors import BackendError, ConfigError
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 STOP_S_MAX = 40.0  # beyond what a drain may take
 AUDIT_S = 3.0  # between two audits, on average
-CAPACITIES = {"file": ("1MiB", "1200KiB", "2MiB", "4MiB"), "lmdb": ("4MiB", "8MiB")}  # an object of LMDB takes 64 KiB
+CAPACITIES = {"file": ("1MiB", "1200KiB", "2MiB", "4MiB"), "lmdb": ("4MiB", "8MiB")}  # an object of LMDB takes a chunk
 QUOTAS = {"file": "600KiB", "lmdb": "2400KiB"}  # of one tenant: above what one prompt takes
 
 
@@ -232,6 +233,10 @@ class DaemonLife:
                 raise SimulationError(f"the folder has {found}, the accounts say {said}")
         walked = [found for batch in store.walk() for found in batch]
         _equal("objects on the medium, and in the index", len(walked), stats.resident.objects)
+        if world.settings["backend"] == "lmdb":
+            usage = backend.usage()
+            _equal("chunks in use, and those of objects", usage.stored_bytes, CHUNK_BYTES * len(walked))
+            _equal("objects that are counted, and those in the index", usage.objects, len(walked))
         size_bytes = sum(found.size_bytes for found in walked)
         _equal("their bytes, and those in the index", size_bytes, stats.resident.payload_bytes)
 

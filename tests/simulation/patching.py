@@ -107,10 +107,17 @@ def patched(node: Node) -> Iterator[None]:
                     set_in(stack, module, name, Notices(logging.getLogger(module.__name__), clock=clock.monotonic))
         set_in(stack, futures_base, "threading", node.threading)
         numbers = itertools.count()
+        slotted: dict[
+            int, tuple[object, int]
+        ] = {}  # without attributes of their own: kept, so that none takes its place
 
-        def number_of(thing: Any) -> int:
+        def number_of(thing: object) -> int:
             """In place of ``id`` and of hashes that are one: they depend on where an object lies."""
-            return vars(thing).setdefault("_simulated_id", next(numbers))  # type: ignore[no-any-return]
+            if type(thing).__dictoffset__:
+                return vars(thing).setdefault("_simulated_id", next(numbers))  # type: ignore[no-any-return]
+            if id(thing) not in slotted:
+                slotted[id(thing)] = (thing, next(numbers))
+            return slotted[id(thing)][1]
 
         futures_base.id = number_of  # type: ignore[attr-defined]  # locks of several futures are taken in its order
         stack.callback(delattr, futures_base, "id")
@@ -148,7 +155,7 @@ def _classes_hashed_by_place() -> Iterator[type]:
         if name.startswith("hicache"):
             for found in vars(module).values():
                 is_class_of_it = isinstance(found, type) and found.__module__ == name
-                if is_class_of_it and found.__hash__ is object.__hash__ and found.__dictoffset__:
+                if is_class_of_it and found.__hash__ is object.__hash__:
                     yield found
 
 
