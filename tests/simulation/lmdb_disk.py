@@ -177,6 +177,3 @@ def _lose_pages(path: Path, rng: random.Random) -> None:
             if rng.random() < LOST_PAGES_SHARE:
                 file.seek(offset)
                 file.write(rng.choice((bytes(PAGE_BYTES), rng.randbytes(16) * (PAGE_BYTES // 16))))
-
-
-__all__ = ["LmdbDisk"]

@@ -228,12 +228,15 @@ def commits_that_fail_count() -> Any:
     return put_in(lmdb_index.Index, "add", believe)
 
 
+Mutant = Callable[[], Any]  # Any: a context manager; in it the fault is in the code
+
+
 @dataclass(frozen=True)
 class Life:
     """One that is clean, and that each of its mutants ends early."""
 
     seed: int
-    mutants: tuple[Callable[[], Any], ...]
+    mutants: tuple[Mutant, ...]
     weather: str = "mixed"
     statements: float = 0.0
     ranks: bool = False
@@ -242,4 +245,4 @@ class Life:
         return World(self.seed, weather=self.weather, statements=self.statements, ranks=self.ranks)
 
 
-LIVES = ()
+LIVES: tuple[Life, ...] = ()
