@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -31,9 +32,12 @@ class Disk:
         trigger.write_text("1")
 
     def lose_from(self, offset: int) -> None:
-        """Nothing behind ``offset`` of the device can be read any more, and no cache has it."""
-        with self.image.open("r+b") as file:
-            file.truncate(offset)
+        """Nothing behind ``offset`` of the device can be read any more, but for what a cache has."""
+        os.truncate(self.image, offset)
+
+    def whole_again(self, size_bytes: int) -> None:
+        """The device has as many bytes as at first, of which those that were lost are zeros."""
+        os.truncate(self.image, size_bytes)
 
     @contextmanager
     def frozen(self) -> Iterator[None]:
