@@ -22,6 +22,7 @@ from hicache.backends.file_objects import payload_bytes_of
 from hicache.backends.file_peers import Peers
 from hicache.backends.file_settings import FileSettings
 from hicache.backends.file_store import FileBackend
+from hicache.backends.file_walk import files_in, object_folders
 from hicache.backends.file_writer import orphan_number, remove_dead_writers
 from hicache.backends.marker import MARKER_NAME
 from hicache.backends.space import require_floor
@@ -281,7 +282,7 @@ class SharedFileBackend:
         freed_bytes = 0
         with self._evicting, self._evicting_here():
             enough_bytes = shortfall()
-            folders = self._files.folders()
+            folders = object_folders(self._files.objects)
             self._random.shuffle(folders)
             while freed_bytes < enough_bytes and folders:
                 freed_bytes += self._evict_from(self._sample(folders), enough_bytes - freed_bytes)
@@ -305,7 +306,7 @@ class SharedFileBackend:
         now_s = self._wall_clock()
         sample: list[tuple[float, int, bytes]] = []
         while folders and len(sample) < SAMPLE_FILES:
-            for key, stat in self._files.in_folder(folders.pop()):
+            for key, stat in files_in(folders.pop()):
                 if stat.st_atime <= now_s or stat.st_atime > now_s + 2 * PROTECTED_S:  # or a clock that is far off
                     sample.append((stat.st_mtime, payload_bytes_of(stat.st_size), key))
         if folders:

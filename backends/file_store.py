@@ -16,7 +16,6 @@ import msgspec
 import xxhash
 
 from hicache.backends.base import (
-    SCAN_OBJECTS_MAX,
     WALK_OBJECTS_MAX,
     GetItem,
     Number,
@@ -27,18 +26,18 @@ from hicache.backends.base import (
     is_storable_key,
 )
 from hicache.backends.file_accounts import Accounts, Counts, counts_of
-from hicache.backends.file_calls import FileCalls
+from hicache.backends.file_calls import FileCalls, sync_names
 from hicache.backends.file_direct import wins
-from hicache.backends.file_layout import key_of_name, object_path, stored_bytes_of
+from hicache.backends.file_layout import object_path, stored_bytes_of
 from hicache.backends.file_objects import ObjectFiles, payload_bytes_of
 from hicache.backends.file_settings import FileSettings
 from hicache.backends.file_spares import SpareFiles
+from hicache.backends.file_walk import files_in, object_folders, walk_objects
 from hicache.backends.file_writer import WriterFolder, orphan_number, remove_dead_writers
 from hicache.backends.helpers import Helpers
 from hicache.backends.last_keys import LastKeys
 from hicache.backends.lock import DirectoryLock, opening_alone
 from hicache.backends.marker import current_boot_id, new_marker, read_marker, write_marker
-from hicache.backends.progress import tell_progress
 from hicache.backends.space import OUT_OF_SPACE_ERRNOS, free_bytes, require_possible, why_full
 from hicache.backends.store_keys import open_keys
 from hicache.backends.write_health import WriteHealth
@@ -74,7 +73,7 @@ class FileBackend:
         self.directory = directory
         self.settings = settings
         self._pid = os.getpid()
-        self._objects = str(directory / "objects")
+        self.objects = str(directory / "objects")
         self._lock = lock
         self._calls = calls
         self._notices = Notices(logging.getLogger(__name__))
@@ -91,7 +90,7 @@ class FileBackend:
             marker = read_marker(directory, kind=STORE_KIND, versions=(STORE_VERSION,))
             marker = marker or new_marker(STORE_KIND, STORE_VERSION)
             write_marker(directory, msgspec.structs.replace(marker, boot_id=current_boot_id(), is_clean=False))
-            os.makedirs(self._objects, exist_ok=True)
+            os.makedirs(self.objects, exist_ok=True)
         self.store_id = bytes.fromhex(marker.store_id)
         self.orphans_removed = remove_dead_writers(directory / "unfinished")
         self.writer = WriterFolder(directory / "unfinished", calls)
@@ -129,7 +128,7 @@ class FileBackend:
             require_possible(directory, capacity_bytes)
             backend = cls(directory, lock, capacity_bytes=capacity_bytes, settings=settings, calls=calls or FileCalls())
             if not settings.shared:
-                backend._first_walk = list(backend._walk())
+                backend._first_walk = list(walk_objects(backend.objects))
                 backend.accounts.settle(counts_of(backend._first_walk), Counts())
                 backend._open_keys(encryption_keys)
             return backend
@@ -144,42 +143,11 @@ class FileBackend:
 
     def count(self) -> Counts:
         """What a walk over all files finds; takes seconds for a million."""
-        return counts_of(self._walk())
-
-    def _walk(self) -> Iterator[StoredBatch]:
-        """Every object; files that are none of ours are left alone."""
-        for folder in self.folders():
-            rows = ((key, payload_bytes_of(stat.st_size), stat.st_mtime) for key, stat in self.in_folder(folder))
-            while some := list(islice(rows, SCAN_OBJECTS_MAX)):
-                tell_progress(len(some))
-                yield StoredBatch.of(some)
-
-    def folders(self) -> list[str]:
-        """Those that hold objects."""
-        with os.scandir(self._objects) as entries:
-            return sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
-
-    def in_folder(self, folder: str) -> Iterator[tuple[bytes, os.stat_result]]:
-        """Key and stat of every object's file in one of them. One stat a file, and none is opened."""
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            with os.scandir(fd) as entries:  # of a descriptor: names are looked up there and not from the root on
-                found = list(entries)
-            for entry in found:
-                key = key_of_name(entry.name)
-                if key is None:
-                    continue
-                try:
-                    stat = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                yield key, stat
-        finally:
-            os.close(fd)
+        return counts_of(walk_objects(self.objects))
 
     def path_of(self, key: bytes) -> str:
         """The name of an object's file."""
-        return object_path(self._objects, key)
+        return object_path(self.objects, key)
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
         """See ``Backend.put``."""
@@ -189,7 +157,7 @@ class FileBackend:
         size_bytes = sum(item.payload.nbytes for item in items) if is_one_each else 0
         outcomes = self._helpers.map(self._put_one, items, size_bytes=size_bytes)
         if self.settings.fsync:
-            self._sync_names([item.key for item in items], outcomes, undo=self._delete_one)
+            self._sync([item.key for item in items], outcomes, undo=self._delete_one)
         return outcomes
 
     def _put_one(self, item: PutItem) -> Outcome:
@@ -228,26 +196,16 @@ class FileBackend:
             self._notices.warning("put", "a put failed: %s", error)
         return outcome
 
-    def _sync_names(
+    def _sync(
         self, keys: Sequence[bytes], outcomes: list[Outcome], *, undo: Callable[[bytes], Outcome] | None = None
     ) -> None:
-        """Each folder once for the whole batch: the first commits all of them, so that the others find little to do.
-
-        What cannot be synced is NO_SPACE or IO_ERROR, after ``undo``.
-        """
-        changed: dict[str, list[int]] = {}
-        for position, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):
-            if outcome is Outcome.OK:
-                changed.setdefault(os.path.dirname(self.path_of(key)), []).append(position)
-        for folder, positions in changed.items():
-            try:
-                self._calls.sync_folder(folder)
-            except OSError as error:
-                self._notices.warning("sync", "a folder could not be synced: %s", error)
-                for position in positions:
-                    outcomes[position] = _outcome_of(error)
-                    if undo is not None:
-                        undo(keys[position])
+        """Have the names on the medium; what cannot be is NO_SPACE or IO_ERROR, after ``undo``."""
+        changed = {at: self.path_of(key) for at, key in enumerate(keys) if outcomes[at] is Outcome.OK}
+        for at, error in sync_names(self._calls, changed):
+            self._notices.warning("sync", "a folder could not be synced: %s", error)
+            outcomes[at] = _outcome_of(error)
+            if undo is not None:
+                undo(keys[at])
 
     def _write(self, path: str, item: PutItem) -> None:
         """Write a file; once more without the spare ones when the disk is full."""
@@ -337,7 +295,7 @@ class FileBackend:
         self._require_open()
         outcomes = [self._delete_one(key) for key in keys]
         if self.settings.fsync:
-            self._sync_names(keys, outcomes)
+            self._sync(keys, outcomes)
         return outcomes
 
     def _delete_one(self, key: bytes) -> Outcome:
@@ -367,16 +325,16 @@ class FileBackend:
         """See ``Backend.scan``. Names and sizes only: what a file holds is verified when it is read."""
         self._require_open()
         found, self._first_walk = self._first_walk, None
-        yield from found if found is not None else self._walk()
+        yield from found if found is not None else walk_objects(self.objects)
 
     def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``. In the order of folders and names; opens each file for its namespace."""
         self._require_open()
         start = self.path_of(after) if after else ""
-        for folder in self.folders():
+        for folder in object_folders(self.objects):
             if folder < os.path.dirname(start):
                 continue
-            found = sorted((self.path_of(key), key, stat) for key, stat in self.in_folder(folder))
+            found = sorted((self.path_of(key), key, stat) for key, stat in files_in(folder))
             ahead = (entry for entry in found if entry[0] > start)
             while some := list(islice(ahead, WALK_OBJECTS_MAX)):
                 yield [

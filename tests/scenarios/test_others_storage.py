@@ -112,10 +112,6 @@ def test_ot_020_a_shared_folder_that_was_cleaned_up_takes_as_much_as_before(tmp_
     shared.close()
 
 
-def removed_folders(root: Path) -> list[Path]:
-    return [*(root / "unfinished").glob("*-*"), *(root / "objects").iterdir()]
-
-
 @pytest.mark.parametrize("is_shared", [False, True])
 def test_ot_021_folders_that_somebody_has_cleaned_up_are_made_again(tmp_path: Path, is_shared: bool) -> None:
     """All of them, the lock of the writer as well: it is told from a dead one all the same."""
@@ -130,6 +126,7 @@ def test_ot_021_folders_that_somebody_has_cleaned_up_are_made_again(tmp_path: Pa
     assert put(backend, (key(3), b"third")) == [Outcome.OK]
     shutil.rmtree(tmp_path / "objects")
     assert get(backend, key(3), 5)[0] is Outcome.ABSENT
+    assert list(backend.scan()) == list(backend.walk()) == []
     assert put(backend, (key(4), b"fourth")) == [Outcome.OK]
     assert get(backend, key(4), 6) == (Outcome.OK, b"fourth")
     assert backend.problem() == ""
