@@ -23,14 +23,20 @@ class FileTree:
         return object_path(self.root, key)
 
     def folders(self) -> list[str]:
-        """Those that hold objects."""
-        with os.scandir(self.root) as entries:
-            return sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
+        """Those that hold objects; none where somebody has removed all of them."""
+        try:
+            with os.scandir(self.root) as entries:
+                return sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
+        except FileNotFoundError:
+            return []
 
     def in_folder(self, folder: str, *, prefix: bytes = b"") -> Iterator[tuple[bytes, os.stat_result]]:
         """Key and stat of the file of every object in one of them whose key begins with ``prefix``. One stat for each,
         and none is opened."""
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
         try:
             with os.scandir(fd) as entries:  # of a descriptor: names are looked up there and not from the root on
                 found = list(entries)
