@@ -249,9 +249,9 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def reset_cache(self) -> bool:
-        """What was saved before is not found again by this engine."""
-        self._side.reset()
-        return True
+        """What was saved before is not found again by this engine. False: blocks are still read or written, and their
+        memory must stay."""
+        return self._side.reset()
 
     # -- both --------------------------------------------------------------------------------------------------------
 

@@ -15,7 +15,7 @@ SOURCE = re.compile(r"[\w.-]+/[\w.-]+#\d+")
 ROWS: list[tuple[str, str, str, str, str]] = ROW.findall(TABLE.read_text(encoding="utf-8"))
 
 
-def tests_of_others() -> dict[str, set[str]]:
+def carried() -> dict[str, set[str]]:
     """Names of the tests that carry an id, and the files that they are in."""
     found: dict[str, set[str]] = {}
     for file in TESTS.rglob("test_*.py"):
@@ -39,7 +39,7 @@ def test_a_row_names_its_source_what_came_of_it_and_tests_that_are_there(
     assert all(SOURCE.fullmatch(each) for each in source.split(", "))
     assert met.strip()
     assert outcome.startswith(OUTCOMES)
-    there = tests_of_others()
+    there = carried()
     named = [(file, name) for file, name in re.findall(r"`(?:([\w/]+\.py)::)?(test_oe_\w+)`", tests)]
     assert named, "a row without a test"
     for file, name in named:
@@ -50,4 +50,4 @@ def test_a_row_names_its_source_what_came_of_it_and_tests_that_are_there(
 
 def test_every_test_with_an_id_is_in_its_row() -> None:
     named = {name for *_, tests in ROWS for name in re.findall(r"test_oe_\w+", tests)}
-    assert tests_of_others().keys() <= named
+    assert carried().keys() <= named
