@@ -6,11 +6,18 @@ import json
 import re
 import shutil
 import subprocess
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 
 import pytest
+from prometheus_client import CollectorRegistry, generate_latest
 
+from hicache.metrics import EngineCollector
+from tests.core.small_engine import HYBRID, SmallEngine, prompt
 from tests.daemon.conftest import ThreadedDaemon
-from tests.daemon.rig import http_get
+from tests.daemon.rig import ALICE, http_get, wait_until
+from tests.observability.conservation import read_scrape
 from tests.observability.documented import ROOT, documented_metrics
 
 MONITORING = ROOT / "monitoring"
@@ -124,8 +131,65 @@ def test_the_dashboard_is_one_that_grafana_takes() -> None:
         taken |= cells
 
 
+def scrapes_of_a_busy_hour(daemon: ThreadedDaemon) -> list[dict[str, str]]:
+    """By job, a minute apart: one engine stores prompts, and another one finds them in hicached."""
+    address = f"unix://{daemon.config.socket}"
+    with (
+        closing(SmallEngine(HYBRID, address=address, token=ALICE)) as writer,
+        closing(SmallEngine(HYBRID, address=address, token=ALICE)) as reader,
+    ):
+        for engine in (writer, reader):
+            wait_until(lambda one=engine: not one.cache.l3.status().is_degraded, what="it is connected")  # type: ignore
+        registry = CollectorRegistry()
+        registry.register(EngineCollector(reader.cache))  # type: ignore[arg-type]  # as in test_engine_metrics
+        scrapes = []
+        for seeds in ((0, 1), (2, 3), (4, 5)):
+            for seed in seeds:
+                writer.serve(prompt(5, seed=seed))
+                writer.settle()
+                reader.serve(prompt(5, seed=seed))
+            reader.settle()
+            _, text = http_get(daemon.ready.http, "/metrics")
+            scrapes.append({"hicached": text, "engine": generate_latest(registry).decode()})
+    return scrapes
+
+
+def as_series(scrapes: list[dict[str, str]]) -> list[dict[str, str]]:
+    """As the tests of promtool have them."""
+    values: dict[str, list[str]] = {}
+    for number, scrape in enumerate(scrapes):
+        for job, text in scrape.items():
+            for name, samples in read_scrape(text).items():
+                for labels, value in samples.items():
+                    named = ", ".join(f'{label}="{text}"' for label, text in (*labels, ("job", job), ("instance", job)))
+                    values.setdefault(f"{name}{{{named}}}", ["_"] * len(scrapes))[number] = repr(value)
+    return [{"series": name, "values": " ".join(numbers)} for name, numbers in values.items()]
+
+
+ONLY_WHEN_SOMETHING_IS_WRONG = ("outcome!~", "result!~", "session_refusals")
+ONLY_WITH_TLS = ("certificate_expiration",)
+
+
 @needs_promtool
-def test_promtool_finds_nothing_wrong_with_the_metrics_of_hicached(daemon: ThreadedDaemon) -> None:
-    _, text = http_get(daemon.ready.http, "/metrics")
-    done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stdout + done.stderr
+def test_every_panel_has_numbers_in_real_scrapes(
+    start_thread: Callable[..., ThreadedDaemon], two_tenants: str, tmp_path: Path
+) -> None:
+    scrapes = scrapes_of_a_busy_hour(start_thread(tenants_file=two_tenants))
+    for text in scrapes[-1].values():
+        done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
+        assert done.returncode == 0, done.stdout + done.stderr
+    queries = [query.replace("$__rate_interval", "2m").replace("$instance", ".*") for query in dashboard()]
+    nothing = [
+        {"expr": query, "eval_time": "2m", "exp_samples": []} for query in queries
+    ]  # what has numbers is told of
+    test = {"interval": "1m", "input_series": as_series(scrapes), "promql_expr_test": nothing}
+    (tmp_path / "test.yml").write_text(json.dumps({"rule_files": [], "evaluation_interval": "1m", "tests": [test]}))
+    done = subprocess.run(
+        ["promtool", "test", "rules", "test.yml"], cwd=tmp_path, capture_output=True, text=True, timeout=60
+    )
+    told = done.stdout + done.stderr
+    silent = [query for query in queries if f"expr: {json.dumps(query)}" not in told]
+    assert [
+        query for query in silent if not any(part in query for part in ONLY_WHEN_SOMETHING_IS_WRONG + ONLY_WITH_TLS)
+    ] == []
+    assert len(silent) == 5, silent
