@@ -72,6 +72,8 @@ def export_command(
     The file has the objects as engines put them, not encrypted, with checksums and without the tenant; only its owner
     may read it. What an interrupted export has left in FILE.part is checked and continued.
     """
+    if out == "-":
+        raise ConfigError("out", out, "the name of a file: an export that breaks off is continued from it")
     tag = parse_namespace(namespace)
     part = Path(f"{out}.part")
     with _part_file(part) as file:
@@ -108,8 +110,12 @@ def _part_file(part: Path) -> Iterator[BinaryIO]:
         fd = os.open(part, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError("out", str(part), f"a file that can be written ({error.strerror})") from error
-    with os.fdopen(fd, "r+b") as file:
-        yield file
+    try:
+        with os.fdopen(fd, "r+b") as file:
+            yield file
+    finally:
+        if part.exists() and not part.stat().st_size:  # nothing that could be continued
+            part.unlink()
 
 
 class _Continued:

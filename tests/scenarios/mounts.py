@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import subprocess
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -94,10 +94,9 @@ def run(*command: str) -> None:
         subprocess.run(command, check=True, capture_output=True)
 
 
-def drop_caches() -> None:
-    """What is clean in the page cache is gone."""
-    run("sync")
-    try:
-        Path("/proc/sys/vm/drop_caches").write_text("3")
-    except OSError:
-        pytest.skip("the page cache cannot be dropped here")
+def drop_from_cache(files: Iterable[Path]) -> None:
+    """Their content is on the medium, and nowhere else."""
+    for path in files:
+        with path.open("rb") as file:
+            os.fdatasync(file.fileno())
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
