@@ -185,6 +185,8 @@ def test_bad_input_is_named(
         (["export", "12", "--out", folder / "o", "--admin", admin], 2, "namespace = '12': expected the first 8"),
         (["export", "12345678", "--out", folder / "o", "--admin", admin], 1, "no object of namespace 12345678"),
         (["export", DIGEST, "--out", "/nowhere/o", "--admin", admin], 2, "out = '/nowhere/o.part'"),
+        (["export", DIGEST, "--out", "-", "--admin", admin], 2, "out = '-': expected the name of a file"),
+        (["export", DIGEST, "--out", folder / "o", "--admin", "127.0.0.1:1"], 3, "127.0.0.1:1"),
         (["import", "/nowhere"], 2, "file = '/nowhere': expected a readable file"),
         (["import", exported, "--path", folder / "none"], 2, "give the new one a --capacity"),
         (["import", exported, "--path", folder / "none", "--capacity", "big"], 2, "capacity = 'big'"),
