@@ -100,13 +100,15 @@ def test_no_mode_waits_for_what_cannot_pay_nor_asks_for_it(mode: PrefetchMode, m
         engine.l3.gates[stalled].clear()
         request = engine.cache.match(prompt(6, seed=seed))
         engine.cache.prefetch(request)
+        for _ in ("lookup", "get") if seed == 0 else ():
+            assert engine.l3.arrived.acquire(timeout=DEADLINE_S)
         assert engine.cache.is_ready(request)
         assert engine.cache.wait(request) is True
         assert engine.cache.load(request) is not None
         engine.compute(request, prompt(6, seed=seed), 0)
         engine.cache.release(request)
-        clock.now_s += 2.0
         if seed == 0:
+            clock.now_s += 2.0
             engine.l3.gates[stalled].set()
         engine.settle()
     assert engine.cache.stats.prefetch_declined == {"unmeasured": 1, "faster_computed": 1}
