@@ -33,6 +33,7 @@ from hicache.workers import QueueFull, Workers
 PROTECTED_S = 10.0  # from eviction by anybody, after a lookup
 TOUCH_AFTER_S = 10.0  # a get writes the time of use when the one on the medium is older
 UPKEEP_INTERVAL_S = 10.0
+SETTLE_INTERVAL_S = 600.0  # programs that clean up tell nobody what they have removed
 UPKEEP_CLOSE_S = 5.0  # what a close waits for a walk
 SAMPLE_FILES = 1024  # among which the least recently used are looked for; all files, when there are fewer
 SAMPLE_SHARE = 4  # one part in so many of a sample may go
@@ -167,13 +168,16 @@ class SharedFileBackend:
         """See ``Backend.scan``."""
         return self._files.scan()
 
+    def forget(self, gone: Sequence[tuple[bytes, int]]) -> None:
+        """Nothing: who keeps no index has nothing to be wrong about."""
+
     def touch(self, used: Sequence[tuple[bytes, float]]) -> None:
         """See ``Backend.touch``."""
         self._files.touch(used)
 
-    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+    def walk(self, *, after: bytes = b"", tenant: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``."""
-        return self._files.walk(after=after)
+        return self._files.walk(after=after, tenant=tenant)
 
     def usage(self) -> Usage:
         """Of the whole folder, by what all writers have told."""
@@ -337,13 +341,15 @@ class SharedFileBackend:
         """
         self.orphans_removed += remove_dead_writers(self._unfinished)
         self._peers.refreshed()
-        if self._peers.take_lost() or not self._is_settled:
+        is_old = self._clock() - self._settled_at_s >= SETTLE_INTERVAL_S
+        if self._peers.take_lost() or not self._is_settled or is_old:
             self._settle()
         self._files.fit_spares()
         self._report()
 
     def _settle(self) -> None:
         """Count everything. What changes meanwhile makes it inexact, and then it is done again."""
+        self._settled_at_s = self._clock()
         before = self._changes()
         found = self._files.count()
         after = self._changes()

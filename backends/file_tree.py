@@ -23,19 +23,26 @@ class FileTree:
         return object_path(self.root, key)
 
     def folders(self) -> list[str]:
-        """Those that hold objects."""
-        with os.scandir(self.root) as entries:
-            return sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
+        """Those that hold objects; none where somebody has removed all of them."""
+        try:
+            with os.scandir(self.root) as entries:
+                return sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
+        except FileNotFoundError:
+            return []
 
-    def in_folder(self, folder: str) -> Iterator[tuple[bytes, os.stat_result]]:
-        """Key and stat of every object's file in one of them. One stat a file, and none is opened."""
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    def in_folder(self, folder: str, *, prefix: bytes = b"") -> Iterator[tuple[bytes, os.stat_result]]:
+        """Key and stat of the file of every object in one of them whose key begins with ``prefix``. One stat for each,
+        and none is opened."""
+        try:
+            fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        except FileNotFoundError:
+            return
         try:
             with os.scandir(fd) as entries:  # of a descriptor: names are looked up there and not from the root on
                 found = list(entries)
             for entry in found:
                 key = key_of_name(entry.name)
-                if key is None:
+                if key is None or not key.startswith(prefix):
                     continue
                 try:
                     stat = entry.stat(follow_symlinks=False)
@@ -53,14 +60,16 @@ class FileTree:
                 tell_progress(len(some))
                 yield StoredBatch.of(some)
 
-    def walk(self, *, after: bytes, tag_of: Callable[[str, bytes], int | None]) -> Iterator[list[WalkedObject]]:
-        """Every object behind ``after``, in the order of folders and names. ``tag_of`` opens the file of a path and a
+    def walk(
+        self, *, after: bytes, tenant: bytes, tag_of: Callable[[str, bytes], int | None]
+    ) -> Iterator[list[WalkedObject]]:
+        """As ``Backend.walk``, in the order of folders and names. ``tag_of`` opens the file of a path and a
         key and tells the object's namespace; None: it has gone."""
         start = self.path_of(after) if after else ""
         for folder in self.folders():
             if folder < os.path.dirname(start):
                 continue
-            found = sorted((self.path_of(key), key, stat) for key, stat in self.in_folder(folder))
+            found = sorted((self.path_of(key), key, stat) for key, stat in self.in_folder(folder, prefix=tenant))
             ahead = (entry for entry in found if entry[0] > start)
             while some := list(islice(ahead, WALK_OBJECTS_MAX)):
                 yield [

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
+from hicache.backends.attempt import Abandoned, Attempt
 from hicache.backends.base import Backend, GetItem, Number, PutItem, Usage, WalkedObject
 from hicache.backends.events import Subscription
 from hicache.backends.leases import NO_LEASE, KeyLeases
@@ -135,9 +136,9 @@ class SharedStore:
         """See ``Backend.stored_bytes``."""
         return self._backend.stored_bytes(size_bytes)
 
-    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+    def walk(self, *, after: bytes = b"", tenant: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``."""
-        return self._backend.walk(after=after)
+        return self._backend.walk(after=after, tenant=tenant)
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
         """See ``Backend.put``."""
@@ -192,9 +193,17 @@ class SharedStore:
             self._leases.expire(now_s=self._clock())
             return self._counters.snapshot(Holds(leases=len(self._leases), leased_keys=self._leases.key_count))
 
-    def resize(self, capacity_bytes: int) -> None:
-        """Raises ConfigError where the store has its own capacity."""
+    def resize(self, capacity_bytes: int, attempt: Attempt | None = None) -> None:
+        """Raises ConfigError where the store has its own capacity, and Abandoned as ``ObjectStore.resize``."""
+        attempt = attempt or Attempt()
+        attempt.check()
+        before_bytes = self.usage().capacity_bytes
         self._backend.resize(capacity_bytes, floor_bytes=0)
+        try:
+            attempt.settle()
+        except Abandoned:
+            self._backend.resize(before_bytes, floor_bytes=0)
+            raise
 
     def numbers(self) -> Iterator[Number]:
         """See ``Backend.numbers``."""

@@ -14,6 +14,7 @@ from hicache.errors import HiCacheError
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
 TOKEN = "token-of-the-benchmarks"
+OTHER, OTHER_TOKEN = "other", "token-of-another-tenant"
 DAEMON_MODULE = "hicache.daemon"
 _POLL_S = 0.005
 
@@ -23,7 +24,7 @@ class BenchError(HiCacheError):
 
 
 class DaemonProcess:
-    """A real hicached with one tenant, on a Unix socket and a TCP port of the loopback interface."""
+    """A real hicached with two tenants, on a Unix socket and a TCP port of the loopback interface."""
 
     def __init__(
         self,
@@ -33,11 +34,15 @@ class DaemonProcess:
         capacity_bytes: int,
         module: str = DAEMON_MODULE,
         settings: dict[str, str] | None = None,
+        nice: int = 0,
     ) -> None:
-        """``module`` is run in place of hicached by benchmarks that change something in it; ``settings`` are flags."""
+        """``module`` is run in place of hicached by benchmarks that change something in it; ``settings`` are flags.
+
+        ``nice``, where this process may give it that: it is as systemd/hicached.service has it, -10.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._module = module
+        self._command = ["nice", f"--adjustment={nice}", sys.executable, "-m", module]
         self._process: subprocess.Popen[bytes] | None = None
         self._addresses = {"memory": f"unix://{folder}/d.sock", "unix": f"unix://{folder}/d.sock"}
         flags = {
@@ -54,7 +59,7 @@ class DaemonProcess:
         } | (settings or {})
         self._flags = [f"--{name}={value}" for name, value in flags.items()]
         tenants = folder / "tenants"
-        tenants.write_text(f"bench {TOKEN}\n")
+        tenants.write_text(f"bench {TOKEN}\n{OTHER} {OTHER_TOKEN}\n")
         tenants.chmod(0o600)
 
     def start(self) -> float:
@@ -78,7 +83,7 @@ class DaemonProcess:
         (self._folder / "ready.json").unlink(missing_ok=True)
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module, *self._flags], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                [*self._command, *self._flags], stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
 
     def address(self, path: str) -> str:
@@ -92,9 +97,9 @@ class DaemonProcess:
         return self._process.pid
 
     def heap_bytes(self) -> int:
-        """Resident memory of its own: without mapped files and without memory of clients."""
+        """Resident memory of its own: without mapped files and without memory of clients. 0 once it has ended."""
         lines = dict(line.split(":", 1) for line in Path(f"/proc/{self.pid}/status").read_text().splitlines())
-        return int(lines["RssAnon"].split()[0]) * 1024
+        return int(lines.get("RssAnon", "0").split()[0]) * 1024
 
     def terminate(self) -> None:
         """SIGTERM, and do not wait."""

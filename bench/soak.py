@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import http.client
+import json
 import multiprocessing
 import os
 import socket
@@ -16,7 +16,6 @@ from dataclasses import asdict, dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
 from random import Random
-from threading import Event, Thread
 from typing import Any
 
 import click
@@ -27,14 +26,14 @@ from rich.table import Table
 from bench.daemon_process import BenchError, DaemonProcess
 from bench.machine import machine_facts, write_json
 from bench.soak_client import WAYS, SoakReport, SoakRole, run_client
+from bench.soak_probes import HEALTH_BOUND_S, HEALTH_TIMEOUT_S, Probes, http_get
 
 MIB = 1 << 20
 TENANTS = {f"tenant-{number}": f"token-of-tenant-{number}-0123456789" for number in range(4)}
 LIMITS = ("weight=2", "quota_objects=400", "ttl_s=20", "")  # of the tenants, in order
 CALLS_PER_S = 400.0  # of all clients together: a daemon in Python has cores to spare then, and clients have, too
-HEALTH_EVERY_S, HEALTH_TIMEOUT_S, HEALTH_BOUND_S = 0.05, 5.0, 0.1
-SAMPLE_EVERY_S = 0.5
 KILL_EVERY_S, STRANGER_EVERY_S, STRANGERS_MAX = 0.7, 0.2, 24
+NICE = -10  # of hicached, as in systemd/hicached.service
 SETTLE_S = 40.0  # longer than a keepalive and its answer
 WARM_SHARE = 0.35  # of the run: caches, staging buffers and the heap of every thread fill
 GROWTH_SHARE_MAX, GROWTH_BYTES_MAX = 0.05, 6 * MIB  # of the resident memory, over the rest of the run
@@ -61,51 +60,13 @@ class SoakResult:
     aborts: int = 0
     kills: int = 0
     strangers: int = 0
-    health_samples: int = 0
-    health_ms_p50: float = 0.0
-    health_ms_p99: float = 0.0
-    health_ms_max: float = 0.0
-    health_over_bound_share: float = 0.0
+    health: dict[str, dict[str, float]] = field(default_factory=dict)  # answers and delays; see _delays
     rss_mib: float = 0.0  # anonymous memory, median after the warm-up
     rss_growth_mib: float = 0.0  # slope times the time after the warm-up
+    nice: int = 0  # of hicached: 0 where this process may not make it NICE
     descriptors_before: int = 0
     descriptors_after: int = 0
     left: dict[str, float] = field(default_factory=dict)  # of what clients held, when all had gone
-
-
-class Probes(Thread):
-    """Asks /healthz all the time, and looks at the process."""
-
-    def __init__(self, daemon: DaemonProcess) -> None:
-        super().__init__(name="soak-probes")
-        self.health_s: list[float] = []
-        self.unhealthy: list[str] = []
-        self.rss: list[tuple[float, int]] = []  # when, bytes
-        self._daemon = daemon
-        self._over = Event()
-
-    def run(self) -> None:
-        """Until ``end``."""
-        sample_at_s = 0.0
-        while not self._over.wait(HEALTH_EVERY_S):
-            start_s = time.monotonic()
-            try:
-                status = _http_get(self._daemon.address("http"), "/healthz")[0]
-            except OSError as error:
-                status, error_text = 0, repr(error)
-            else:
-                error_text = ""
-            self.health_s.append(time.monotonic() - start_s)
-            if status != 200:
-                self.unhealthy.append(f"/healthz after {self.health_s[-1]:.2f} s: {status} {error_text}")
-            if start_s >= sample_at_s:
-                sample_at_s = start_s + SAMPLE_EVERY_S
-                self.rss.append((start_s, self._daemon.heap_bytes()))
-
-    def end(self) -> None:
-        """Stops, and waits for it."""
-        self._over.set()
-        self.join()
 
 
 class Crowd:
@@ -113,7 +74,6 @@ class Crowd:
 
     def __init__(self, daemon: DaemonProcess, *, count: int, seed: int) -> None:
         self._context: Any = multiprocessing.get_context("forkserver")  # Any: typeshed hides its Process
-        self._context.set_forkserver_preload(["bench.soak_client"])
         self._daemon = daemon
         self._random = Random(seed)
         self._pause_s = count / CALLS_PER_S
@@ -218,6 +178,7 @@ class Strangers:
 
 def soak(folder: Path, *, clients: int, seconds: float, backend: str = "lmdb", seed: int = 1) -> SoakResult:
     """One run in ``folder``. Raises BenchError when the daemon does not start."""
+    multiprocessing.get_context("forkserver").set_forkserver_preload(["bench.soak_client", "bench.soak_probes"])
     result = SoakResult(clients)
     settings = {"http": "127.0.0.1:0", "sessions-max": str(3 * clients), "tenant-sessions-max": str(3 * clients)}
     settings |= {
@@ -226,22 +187,24 @@ def soak(folder: Path, *, clients: int, seconds: float, backend: str = "lmdb", s
         "inflight-bytes-max": "64MiB",
         "io-threads": "2",
     }
-    daemon = DaemonProcess(folder, backend=backend, capacity_bytes=64 * MIB, settings=settings)
+    daemon = DaemonProcess(folder, backend=backend, capacity_bytes=64 * MIB, settings=settings, nice=NICE)
     lines = [f"{name} {token} {limit}\n" for (name, token), limit in zip(TENANTS.items(), LIMITS, strict=True)]
     (folder / "tenants").write_text("".join(lines))
     with ExitStack() as stack:
         stack.callback(daemon.stop)
         daemon.start()
-        _http_get(daemon.address("http"), "/metrics")
+        http_get(daemon.address("http"), "/metrics")
+        result.nice = os.getpriority(os.PRIO_PROCESS, daemon.pid)
         result.descriptors_before = _descriptors(daemon.pid)
         probes, strangers = Probes(daemon), Strangers(daemon)
         crowd = Crowd(daemon, count=clients, seed=seed)
-        probes.start()
         stack.callback(probes.end)
+        probes.start()
         start_s = time.monotonic()
         _drive(crowd, strangers, until_s=start_s + seconds)
         result.seconds = time.monotonic() - start_s
         probes.end()
+        result.health = _health(probes, json.loads(http_get(daemon.address("http"), "/v1/status")[1])["loop_delay"])
         crowd.end()
         strangers.leave()
         _settle(daemon, result)
@@ -251,7 +214,8 @@ def soak(folder: Path, *, clients: int, seconds: float, backend: str = "lmdb", s
 
 def _drive(crowd: Crowd, strangers: Strangers, *, until_s: float) -> None:
     kill_at_s = stranger_at_s = time.monotonic()
-    while (now_s := time.monotonic()) < until_s:
+    give_up_s = until_s + SETTLE_S  # where clients take long to start
+    while (now_s := time.monotonic()) < until_s or (not crowd.reports.compared_bytes and now_s < give_up_s):
         if now_s >= kill_at_s:
             kill_at_s = now_s + KILL_EVERY_S
             crowd.kill_one()
@@ -266,7 +230,7 @@ def _settle(daemon: DaemonProcess, result: SoakResult) -> None:
     """Waits until nothing is held, and notes what is when that takes too long."""
     deadline_s = time.monotonic() + SETTLE_S
     while True:
-        text = _http_get(daemon.address("http"), "/metrics")[1]
+        text = http_get(daemon.address("http"), "/metrics")[1]
         values = {
             name: float(value)
             for name, _, value in (line.rpartition(" ") for line in text.splitlines())
@@ -290,15 +254,12 @@ def _judge(result: SoakResult, crowd: Crowd, probes: Probes, strangers: Stranger
     for name, seconds in sorted(reports.seconds.items()):
         p50, p99 = np.percentile(seconds, (50, 99)) * 1000
         result.latency_ms[name] = {"calls": len(seconds), "p50": p50, "p99": p99, "max": max(seconds) * 1000}
-    health = np.array(probes.health_s) * 1000
-    result.health_samples, result.health_ms_max = len(health), float(health.max())
-    result.health_ms_p50, result.health_ms_p99 = (float(value) for value in np.percentile(health, (50, 99)))
-    result.health_over_bound_share = float((health > HEALTH_BOUND_S * 1000).mean())
     result.rss_mib, result.rss_growth_mib = (value / MIB for value in rss_trend(probes.rss))
+    unhealthy = [] if probes.control.unhealthy else probes.daemon.unhealthy  # both: the machine stood still
     growth_max_mib = max(GROWTH_BYTES_MAX / MIB, GROWTH_SHARE_MAX * result.rss_mib)
     checks: tuple[tuple[bool, str], ...] = (
         (not reports.wrong, "; ".join(reports.wrong[:5])),
-        (not probes.unhealthy, "; ".join(probes.unhealthy[:5])),
+        (not unhealthy, "; ".join(unhealthy[:5])),
         (result.compared_bytes > 0, "no byte was compared"),
         (not result.left, f"left when all clients had gone: {result.left}"),
         (
@@ -311,6 +272,32 @@ def _judge(result: SoakResult, crowd: Crowd, probes: Probes, strangers: Stranger
         ),
     )
     result.failures = [text for holds, text in checks if not holds]
+
+
+def _health(probes: Probes, loop_delay: dict[str, float]) -> dict[str, dict[str, float]]:
+    """What the prober saw of hicached, and of a server beside it that does nothing else; how late the prober itself
+    was; and how late the event loop of hicached says that it was at most, and for how much of that it had no core.
+    """
+    longest_ms, core_wait_ms = loop_delay["longest_s"] * 1000, loop_delay["core_wait_s"] * 1000
+    return {
+        "hicached": _delays(probes.daemon.answers_s),
+        "control": _delays(probes.control.answers_s),
+        "prober woke late": _delays(probes.daemon.late_s + probes.control.late_s),
+        "in hicached": {"ms_max": longest_ms, "core_wait_ms": core_wait_ms},
+    }
+
+
+def _delays(seconds: list[float]) -> dict[str, float]:
+    times_ms = np.array(seconds) * 1000
+    p50, p99 = (float(value) for value in np.percentile(times_ms, (50, 99)))
+    is_over = times_ms > HEALTH_BOUND_S * 1000
+    return {
+        "count": len(seconds),
+        "ms_p50": p50,
+        "ms_p99": p99,
+        "ms_max": float(times_ms.max()),
+        "over": int(is_over.sum()),
+    }
 
 
 def rss_trend(samples: list[tuple[float, int]]) -> tuple[float, float]:
@@ -329,33 +316,23 @@ def _descriptors(pid: int) -> int:
     return len(os.listdir(f"/proc/{pid}/fd"))
 
 
-def _http_get(address: str, path: str) -> tuple[int, str]:
-    connection = http.client.HTTPConnection(address, timeout=HEALTH_TIMEOUT_S)
-    try:
-        connection.request("GET", path)
-        response = connection.getresponse()
-        return response.status, response.read().decode()
-    finally:
-        connection.close()
-
-
 def _show(result: SoakResult, console: Console) -> None:
     calls = Table("operation", "calls", "p50 ms", "p99 ms", "max ms")
     for name, row in result.latency_ms.items():
         calls.add_row(name, f"{row['calls']:.0f}", *(f"{row[column]:.1f}" for column in ("p50", "p99", "max")))
     console.print(calls)
+    bound = f"over {HEALTH_BOUND_S * 1000:.0f} ms"
+    delays = Table("health and delays", "count", "p50 ms", "p99 ms", "max ms", bound, "without a core ms")
+    for name, row in result.health.items():
+        cells = (row.get(key) for key in ("count", "ms_p50", "ms_p99", "ms_max", "over", "core_wait_ms"))
+        delays.add_row(name, *("" if cell is None else f"{cell:.1f}".removesuffix(".0") for cell in cells))
+    console.print(delays)
     facts: dict[str, Callable[[], str]] = {
-        "clients, seconds": lambda: f"{result.clients}, {result.seconds:.0f}",
+        "clients, seconds, nice of hicached": lambda: f"{result.clients}, {result.seconds:.0f}, {result.nice}",
         "sessions, aborts, kills, strangers": lambda: (
             f"{result.sessions}, {result.aborts}, {result.kills}, {result.strangers}"
         ),
         "bytes compared": lambda: f"{result.compared_bytes / MIB:.0f} MiB",
-        "/healthz p50, p99, max ms": lambda: (
-            f"{result.health_ms_p50:.1f}, {result.health_ms_p99:.1f}, {result.health_ms_max:.1f}"
-        ),
-        f"/healthz over {HEALTH_BOUND_S * 1000:.0f} ms": lambda: (
-            f"{result.health_over_bound_share:.2%} of {result.health_samples}"
-        ),
         "memory, growth": lambda: f"{result.rss_mib:.1f} MiB, {result.rss_growth_mib:+.2f} MiB",
         "descriptors before, after": lambda: f"{result.descriptors_before}, {result.descriptors_after}",
         "held at the end": lambda: str(result.left or "nothing"),

@@ -13,7 +13,13 @@ import structlog
 from aiohttp import web
 
 from hicache.admin.progress import drop_line, import_answer, verify_line
-from hicache.admin.store_messages import NamespaceRow, Namespaces, VerifyLine, VerifyRequest
+from hicache.admin.store_messages import (
+    NamespaceRow,
+    Namespaces,
+    VerifyLine,
+    VerifyRequest,
+    check_verify_rate,
+)
 from hicache.admin.verbs import EXPORT, IMPORT, NAMESPACE_DROP, NAMESPACES, VERIFY, Stream
 from hicache.backends.archive import ArchiveError, ArchiveHeader, ArchiveReader
 from hicache.backends.exports import ImportProgress, export_namespace, import_namespace
@@ -25,7 +31,7 @@ from hicache.backends.namespaces import (
     parse_namespace,
     tag_text,
 )
-from hicache.backends.scrub import Inventory, NamespaceUsage, ScrubProgress, Wanted, drop, scrub
+from hicache.backends.scrub import Inventory, NamespaceUsage, Part, ScrubProgress, drop, scrub
 from hicache.daemon.admin_api import AdminApi, AdminError, Call
 from hicache.daemon.background import Background, write
 from hicache.daemon.body_source import BodySource
@@ -40,8 +46,6 @@ from hicache.outcome import Outcome
 from hicache.tenancy import TENANT_BYTES, tenant_digest
 
 FIELD_CHARS_MAX = 200
-BYTES_PER_S_MIN = 1 << 16
-BYTES_PER_S_MAX = 1 << 40
 
 log = structlog.get_logger("hicache.daemon.admin")
 
@@ -90,12 +94,11 @@ class StoreVerbs:
 
     async def namespaces(self, call: Call[None]) -> Namespaces:
         """What is stored by namespace; with ``tenant``, of that one only."""
-        only = None if call.tenant is None else self._digest_of(call.tenant)
+        walk = self._store.walk(tenant=b"" if call.tenant is None else self._digest_of(call.tenant))
         inventory = Inventory()
-        async with self._background.steps("namespaces", self._store.walk(), caller=call.caller) as batches:
+        async with self._background.steps("namespaces", walk, caller=call.caller) as batches:
             async for batch in batches:
-                wanted = [found for found in batch if only is None or found.key[:TENANT_BYTES] == only]
-                inventory.add(wanted, self._store.stored_bytes)
+                inventory.add(batch, self._store.stored_bytes)
         rows = [self._row(tenant, tag, usage) for (tenant, tag), usage in inventory.usage.items()]
         rows.sort(key=lambda row: row.stored_bytes, reverse=True)
         return Namespaces(namespaces=rows, at_s=time.time())
@@ -130,26 +133,27 @@ class StoreVerbs:
                 "it is not stale; drop it by name, or stop the engines first",
             )
         log.info("a namespace is dropped", tenant=call.tenant, namespace=tag_text(tag), by=call.caller.name)
-        dropping = drop(self._store, wanted=lambda owner, its_tag: (owner, its_tag) == (tenant, tag))
+        dropping = drop(self._store, part=Part(tenant, tag))
         return await self._background.stream(request, "namespaces drop", dropping, caller=call.caller, line=drop_line)
 
     async def verify(self, call: Call[VerifyRequest], request: web.Request) -> web.StreamResponse:
         """Reads and checks what is stored, at a bounded rate; one at a time."""
-        wanted = self._wanted(call.tenant, call.body.namespace)
-        rate, after = _rate(call.body.bytes_per_s), _key(call.body.after)
+        part = self._part(call.tenant, call.body.namespace)
+        rate, after = call.body.bytes_per_s, _key(call.body.after)
+        usage = self._store.usage()
+        check_verify_rate(rate, payload_bytes=usage.payload_bytes)
         if self._is_verifying:
             raise AdminError(409, "verify: another one is running, and one at a time may; wait for it or stop it")
         self._is_verifying = True
-        total = self._store.usage().objects
 
         def line(progress: ScrubProgress, is_done: bool) -> VerifyLine:
-            return verify_line(progress, objects_stored=total, is_done=is_done)
+            return verify_line(progress, objects_stored=usage.objects, is_done=is_done)
 
         def delay_s(progress: ScrubProgress, elapsed_s: float) -> float:
             return progress.payload_bytes / rate - elapsed_s
 
         try:
-            scrubbing = scrub(self._store, after=after, wanted=wanted)
+            scrubbing = scrub(self._store, after=after, part=part)
             return await self._background.stream(
                 request, "verify", scrubbing, caller=call.caller, line=line, delay_s=delay_s
             )
@@ -214,10 +218,9 @@ class StoreVerbs:
                 self._names.meet(tenant.digest, header.namespace, header.descriptor, now_s=time.time())
         return namespace_tag(header.namespace)
 
-    def _wanted(self, tenant: str | None, namespace: str) -> Wanted:
-        owner = None if tenant is None else self._digest_of(tenant)
-        tag = parse_namespace(namespace) if namespace else None
-        return lambda its_owner, its_tag: owner in (None, its_owner) and tag in (None, its_tag)
+    def _part(self, tenant: str | None, namespace: str) -> Part:
+        digest = b"" if tenant is None else self._digest_of(tenant)
+        return Part(digest, parse_namespace(namespace) if namespace else None)
 
     def _tenant_named(self, name: str) -> Tenant:
         found = next((tenant for tenant in self._tenants.settings if tenant.name == name), None)
@@ -261,12 +264,6 @@ def _required(call: Call[Any], name: str) -> str:  # Any: whatever its body is
     if value := call.names.get(name):
         return value
     raise AdminError(400, f"{name} is missing: expected ?{name}=NAME")
-
-
-def _rate(bytes_per_s: int) -> int:
-    if BYTES_PER_S_MIN <= bytes_per_s <= BYTES_PER_S_MAX:
-        return bytes_per_s
-    raise AdminError(400, f"bytes_per_s = {bytes_per_s}: expected {BYTES_PER_S_MIN} to {BYTES_PER_S_MAX}")
 
 
 def _key(text: str) -> bytes:

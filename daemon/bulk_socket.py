@@ -22,8 +22,11 @@ from hicache.daemon.tls import ServerTls
 from hicache.notices import Notices
 from hicache.wire.bulk import BULK_ACCEPTED, BULK_HELLO, BULK_MAGIC, PEER_MAGIC
 from hicache.wire.protocol import RefusalCode
+from hicache.workers import QueueFull, Workers
 
+THREAD_LIMITS = "raise the limit on its tasks (TasksMax=, pids.max of the container, ulimit -u)"
 WATCH_S = 0.1  # how often connections are looked at
+STARTS_MAX = 4096  # connections that wait for their threads
 
 
 class BulkSocket:
@@ -52,6 +55,7 @@ class BulkSocket:
             for listener in listeners
         ]
         self._notices = Notices(logging.getLogger(__name__))
+        self._starting = Workers("hicached-bulk-start", threads=1, queue_max=STARTS_MAX)
         self._watching: asyncio.Task[None] | None = None
 
     def start(self) -> None:
@@ -72,6 +76,7 @@ class BulkSocket:
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
+        self._starting.close(timeout_s=0)
         for session in self._sessions:
             session.end_connections()
         if self._handshakes is not None:
@@ -90,7 +95,7 @@ class BulkSocket:
         """Reads the hello, and leaves the rest to a thread."""
         session = await self._session_of(connection, introduced)
         if session is not None:
-            self._start_thread(session, socket.socket(fileno=connection.detach()))
+            await self._start_thread(session, socket.socket(fileno=connection.detach()))
 
     async def _serve_over_tls(self, connection: socket.socket, introduced: Callable[[], None]) -> None:
         assert self._handshakes is not None, "there is a certificate"
@@ -107,7 +112,7 @@ class BulkSocket:
             if session is None:
                 secure.close()
         if session is not None:
-            self._start_thread(session, secure)
+            await self._start_thread(session, secure)
 
     async def _session_of(self, connection: socket.socket, introduced: Callable[[], None]) -> Session | None:
         """The session of a new connection, with room for it; None: the connection has its answer, and is over."""
@@ -125,8 +130,11 @@ class BulkSocket:
             return None
         return session
 
-    def _start_thread(self, session: Session, connection: socket.socket) -> None:
-        """Takes ``connection`` over."""
+    async def _start_thread(self, session: Session, connection: socket.socket) -> None:
+        """Takes ``connection`` over. Where no thread can be had, it is refused.
+
+        Whoever starts a thread waits until it runs: not the event loop.
+        """
         loop = asyncio.get_running_loop()
         bulk = BulkConnection(connection)
         session.connect(bulk)
@@ -136,12 +144,16 @@ class BulkSocket:
             with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
                 loop.call_soon_threadsafe(session.disconnect, bulk)
 
+        thread = threading.Thread(target=serve, name="hicached-bulk", daemon=True)
         try:
-            threading.Thread(target=serve, name="hicached-bulk", daemon=True).start()
-        except BaseException:
+            await asyncio.wrap_future(self._starting.submit(thread.start).future)
+        except (RuntimeError, QueueFull) as error:
             session.disconnect(bulk)
+            refusal = Refusal(RefusalCode.TOO_MANY_CALLS, f"hicached {error}: {THREAD_LIMITS}")
+            self._notices.error("threads", "a bulk connection was refused: %s", refusal)
+            connection.setblocking(False)
+            await say(connection, refused(refusal))
             bulk.close()
-            raise
 
     async def _hello_of(self, connection: socket.socket) -> tuple[bytes, bytes]:
         """Magic and secret. Raises Refusal."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, MutableMapping
-from typing import Any
+from typing import Any, TextIO, cast
 
 import structlog
 
+from hicache.daemon.log_stream import LogStream
+
+STDERR = 2
 SECRET_WORDS = ("token", "secret", "salt", "password")
 
 _LIBRARIES = ("aiohttp", "grpc")
@@ -23,13 +25,14 @@ _LEVEL_OF = _LEVELS | {"exception": logging.ERROR, "critical": logging.CRITICAL}
 
 def configure_logs(*, level: str, style: str) -> None:
     """Sends the lines of structlog and of `logging` to stderr in one form: ``style`` is console or json."""
+    stream = cast(TextIO, LogStream(STDERR))
     renderer: structlog.typing.Processor
     if style == "json":
         renderer = structlog.processors.JSONRenderer()
     else:
         # Plain tracebacks: the pretty ones print local variables, and with them secrets and payloads.
         renderer = structlog.dev.ConsoleRenderer(
-            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+            colors=stream.isatty(), exception_formatter=structlog.dev.plain_traceback
         )
     shared: list[structlog.typing.Processor] = [
         structlog.processors.add_log_level,
@@ -40,10 +43,10 @@ def configure_logs(*, level: str, style: str) -> None:
     structlog.configure(
         processors=[LevelFilter(), *shared, renderer],
         wrapper_class=structlog.make_filtering_bound_logger(logging.DEBUG),
-        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        logger_factory=structlog.WriteLoggerFactory(file=stream),
         cache_logger_on_first_use=True,
     )
-    handler = logging.StreamHandler(sys.stderr)
+    handler = logging.StreamHandler(stream)
     handler.setFormatter(
         structlog.stdlib.ProcessorFormatter(
             foreign_pre_chain=shared,

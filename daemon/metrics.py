@@ -12,6 +12,7 @@ from prometheus_client.registry import Collector
 from hicache.backends.base import Number
 from hicache.ceiling import Ceiling
 from hicache.daemon.call_tally import CallTally
+from hicache.daemon.loop_delay import LoopDelay
 from hicache.daemon.tenant_labels import TenantLabels
 
 
@@ -30,6 +31,8 @@ class Metrics:
         self.host_refusals = self._counter("hicache_http_host_refusals", "HTTP requests with a foreign Host header.")
         self.tally = CallTally()
         self.registry.register(self.tally)
+        self.loop_delay = LoopDelay()
+        self.registry.register(self.loop_delay)
         self.ceiling = Ceiling()
         self.tenant_labels = TenantLabels(tenants_max)
         self.storage_errors = self._counter("hicache_storage_errors", "Storage calls that failed as a whole.")

@@ -19,6 +19,7 @@ from hicache.daemon.admin_api import AdminApi
 from hicache.daemon.bulk_calls import BulkCalls
 from hicache.daemon.bulk_socket import BulkSocket
 from hicache.daemon.config import DaemonConfig
+from hicache.daemon.health import Health
 from hicache.daemon.http import CONNECTIONS_MAX, HttpServer
 from hicache.daemon.listeners import Listeners
 from hicache.daemon.memory_socket import STRANGE_QUEUE_MAX, MemorySocket
@@ -29,7 +30,6 @@ from hicache.daemon.peers import PeerTickets
 from hicache.daemon.probes import Probes
 from hicache.daemon.rates import TenantRates
 from hicache.daemon.readings import (
-    StoreSnapshot,
     rate_readings,
     session_readings,
     store_readings,
@@ -45,6 +45,7 @@ from hicache.daemon.socket_lock import SocketLock
 from hicache.daemon.status_feed import StatusFeed
 from hicache.daemon.stopping import Stopping
 from hicache.daemon.storage import STUCK_S, Storage, Store
+from hicache.daemon.store_look import StoreLook, StoreLooks
 from hicache.daemon.tenant_bounds import inflight_budgets, region_budget, tenant_sessions_max
 from hicache.daemon.tenants import Tenants
 from hicache.daemon.tls import ServerTls
@@ -97,6 +98,12 @@ def start_status(feed: StatusFeed, admin: AdminApi, stages: AsyncExitStack) -> N
     stages.push_async_callback(feed.stop)
 
 
+def start_loop_delay(metrics: Metrics, stages: AsyncExitStack) -> None:
+    """Has metrics and status tell how late the event loop is, from now to its stop."""
+    metrics.loop_delay.start()
+    stages.push_async_callback(metrics.loop_delay.stop)
+
+
 def open_recorder(config: DaemonConfig, recorders: Recorders, stages: AsyncExitStack) -> None:
     """Writes the trace of look-ups to ``trace_file``, if that is wanted."""
     if not config.trace_file:
@@ -139,15 +146,25 @@ async def _close_storage(storage: Storage, stopping: Stopping) -> None:
         log.error("the storage did not stop in time; everything that was acknowledged is safe")
 
 
-def measure_storage(metrics: Metrics, storage: Storage, opened: OpenedStore, tenants: Tenants) -> StoreSnapshot:
+def start_health(health: Health, storage: Storage, stages: AsyncExitStack) -> None:
+    """Has probes and the watchdog know how the storage is."""
+    health.start(storage)
+    stages.push_async_callback(health.stop)
+
+
+def measure_storage(metrics: Metrics, storage: Storage, opened: OpenedStore, tenants: Tenants) -> StoreLooks:
     """Has /metrics show the storage. Returns what is refreshed before each scrape."""
-    snapshot = StoreSnapshot(storage, opened.numbers, lambda: tenants.named)
-    of_store = store_readings(snapshot, is_indexed=opened.store.is_indexed)
+    looks = StoreLooks(storage, tenants, opened.look)
+
+    def last() -> StoreLook:
+        return looks.last
+
+    of_store = store_readings(last, is_indexed=opened.store.is_indexed)
     metrics.registry.register(Readings((*thread_readings(storage), *of_store)))
-    metrics.registry.register(Readings(tenant_readings(snapshot, metrics.tenant_labels)))
+    metrics.registry.register(Readings(tenant_readings(last, lambda: tenants.named, metrics.tenant_labels)))
     metrics.registry.register(Readings(window_readings(metrics.ceiling)))
     metrics.registry.register(BackendNumbers(opened.store.numbers))
-    return snapshot
+    return looks
 
 
 def start_miss_watch(metrics: Metrics, stages: AsyncExitStack) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -28,6 +29,8 @@ async def serve(
     Raises what ``Daemon.start`` raises. A second signal ends the process at once, as if the first had not been caught.
     On SIGHUP the daemon takes what ``reread`` says.
     """
+    gc.collect()  # what was imported is there for good: no collection walks through it again, with all threads waiting
+    gc.freeze()
     check_limits(config)
     keep_memory_out_of_dumps()
     daemon = Daemon(config, environment=environment, reread=reread)
@@ -41,6 +44,7 @@ async def serve(
         await asyncio.wait((starting, draining), return_when=asyncio.FIRST_COMPLETED)
         if starting.done():
             starting.result()
+            gc.freeze()  # and so are the parts, and the tenants
             reloading = asyncio.ensure_future(daemon.reloader.reload_when_asked(reload_wanted))
             await draining
             await daemon.drain.wait()

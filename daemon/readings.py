@@ -2,72 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
 
-from hicache.backends.base import Usage
 from hicache.backends.store_stats import Held, Holds, Operation, StoreStats, TenantStats
 from hicache.ceiling import Ceiling
 from hicache.daemon.metrics import Reading, Values
 from hicache.daemon.rates import TenantRates
 from hicache.daemon.sessions import Sessions
-from hicache.daemon.storage import Storage, Store
+from hicache.daemon.storage import Storage
+from hicache.daemon.store_look import StoreLook
 from hicache.daemon.tenant_labels import TenantLabels
 from hicache.daemon.tenants import Tenant
-from hicache.errors import BackendError
-from hicache.workers import QueueFull
+from hicache.daemon.tls import ServerTls
 
-SNAPSHOT_TIMEOUT_S = 0.5
-
-
-@dataclass(frozen=True, slots=True)
-class StoreNumbers:
-    """What a store says about itself at one moment."""
-
-    usage: Usage
-    stats: StoreStats
-    tenants: Mapping[str, TenantStats] = field(default_factory=dict)  # by name
-
-    @classmethod
-    def of(cls, store: Store, tenants: Sequence[Tenant] = ()) -> StoreNumbers:
-        """Asks the store; blocking."""
-        of_tenants = store.tenant_stats([tenant.digest for tenant in tenants])
-        names = [tenant.name for tenant in tenants]
-        return cls(store.usage(), store.stats(), dict(zip(names, of_tenants, strict=True)))
-
-
-class StoreSnapshot:
-    """What the store last said about itself: asked before each scrape, in a control thread, never in the event loop."""
-
-    def __init__(self, storage: Storage, numbers: StoreNumbers, named: Callable[[], Sequence[Tenant]]) -> None:
-        self._storage = storage
-        self._numbers = numbers
-        self._named = named
-
-    @property
-    def usage(self) -> Usage:
-        """Space."""
-        return self._numbers.usage
-
-    @property
-    def stats(self) -> StoreStats:
-        """Counters."""
-        return self._numbers.stats
-
-    @property
-    def tenants(self) -> Mapping[str, TenantStats]:
-        """What each tenant of the tenants file has, by name."""
-        return self._numbers.tenants
-
-    async def refresh(self) -> None:
-        """Asks again. A store that does not answer soon goes on showing its last numbers."""
-        store, tenants = self._storage.store, self._named()
-        with contextlib.suppress(TimeoutError, QueueFull, BackendError):
-            self._numbers = await self._storage.ask(
-                lambda: StoreNumbers.of(store, tenants), timeout_s=SNAPSHOT_TIMEOUT_S
-            )
+Last = Callable[[], StoreLook]  # what the store said last
 
 
 def session_readings(sessions: Sessions) -> Iterator[Reading]:
@@ -102,10 +50,10 @@ def thread_readings(storage: Storage) -> Iterator[Reading]:
     )
 
 
-def store_readings(snapshot: StoreSnapshot, *, is_indexed: bool) -> Iterator[Reading]:
+def store_readings(last: Last, *, is_indexed: bool) -> Iterator[Reading]:
     """Space, and what became of objects. All of one look at the store, so that the sums of StoreStats hold."""
-    yield Reading("hicache_store_capacity_bytes", "Capacity.", lambda: snapshot.usage.capacity_bytes)
-    yield Reading("hicache_store_used_bytes", "Space used, with overhead.", lambda: snapshot.usage.stored_bytes)
+    yield _of_look(last, "hicache_store_capacity_bytes", "Capacity.", lambda look: look.usage.capacity_bytes)
+    yield _of_look(last, "hicache_store_used_bytes", "Space used, with overhead.", lambda look: look.usage.stored_bytes)
     holds: tuple[tuple[str, str, Callable[[Holds], int]], ...] = (
         ("hicache_store_leases", "Leases that have not ended.", lambda holds: holds.leases),
         ("hicache_store_leased_objects", "Objects under a lease.", lambda holds: holds.leased_keys),
@@ -114,7 +62,7 @@ def store_readings(snapshot: StoreSnapshot, *, is_indexed: bool) -> Iterator[Rea
         ("hicache_watches", "Watches of clients.", lambda holds: holds.watchers),
     )
     for name, description, read_holds in holds:
-        yield Reading(name, description, partial(_read_holds, snapshot, read_holds))
+        yield _of_look(last, name, description, _of_holds(read_holds))
     counters: tuple[tuple[str, str, Callable[[StoreStats], int]], ...] = (
         ("hicache_store_read_bytes", "Payload read and verified.", lambda stats: stats.bytes_read),
         ("hicache_store_written_bytes", "Payload written.", lambda stats: stats.bytes_written),
@@ -127,71 +75,93 @@ def store_readings(snapshot: StoreSnapshot, *, is_indexed: bool) -> Iterator[Rea
             lambda stats: stats.eviction_failures,
         ),
     )
-    for name, description, read in counters:
-        yield Reading(name, description, partial(_read, snapshot, read), is_counter=True)
-    yield from operation_readings(snapshot)
+    for name, description, read_stats in counters:
+        yield _of_look(last, name, description, _of_stats(read_stats), is_counter=True)
+    yield from _operation_readings(last)
     if is_indexed:
-        yield from held_readings(snapshot)
+        yield from _held_readings(last)
     else:
-        yield Reading("hicache_store_objects", "Objects stored.", lambda: snapshot.usage.objects)
-        yield Reading("hicache_store_payload_bytes", "Payload stored.", lambda: snapshot.usage.payload_bytes)
+        yield _of_look(last, "hicache_store_objects", "Objects stored.", lambda look: look.usage.objects)
+        yield _of_look(last, "hicache_store_payload_bytes", "Payload stored.", lambda look: look.usage.payload_bytes)
 
 
-def operation_readings(snapshot: StoreSnapshot) -> Iterator[Reading]:
+def _of_look(
+    last: Last,
+    name: str,
+    description: str,
+    read: Callable[[StoreLook], float | Values],
+    labels: tuple[str, ...] = (),
+    *,
+    is_counter: bool = False,
+) -> Reading:
+    return Reading(name, description, lambda: read(last()), labels, is_counter)
+
+
+def _of_holds(read: Callable[[Holds], int]) -> Callable[[StoreLook], int]:
+    return lambda look: read(look.stats.holds)
+
+
+def _of_stats(read: Callable[[StoreStats], int]) -> Callable[[StoreLook], int]:
+    return lambda look: read(look.stats)
+
+
+def _operation_readings(last: Last) -> Iterator[Reading]:
     """What the store was asked to do, and what came of it: asked = finished + open."""
-    yield Reading(
+    yield _of_look(
+        last,
         "hicache_store_asked_objects",
         "Objects that the store was asked about.",
-        lambda: {(operation,): snapshot.stats.asked.get(operation, 0) for operation in Operation},
+        lambda look: {(operation,): look.stats.asked.get(operation, 0) for operation in Operation},
         ("operation",),
         is_counter=True,
     )
-    yield Reading(
+    yield _of_look(
+        last,
         "hicache_store_finished_objects",
         "Objects of them that are done, by outcome.",
-        lambda: {
+        lambda look: {
             (operation, outcome.name.lower()): count
-            for operation, outcomes in snapshot.stats.finished.items()
+            for operation, outcomes in look.stats.finished.items()
             for outcome, count in outcomes.items()
         },
         ("operation", "outcome"),
         is_counter=True,
     )
-    yield Reading(
+    yield _of_look(
+        last,
         "hicache_store_open_objects",
         "Objects of them that the store works on.",
-        lambda: {(operation,): snapshot.stats.open.get(operation, 0) for operation in Operation},
+        lambda look: {(operation,): look.stats.open.get(operation, 0) for operation in Operation},
         ("operation",),
     )
 
 
-def held_readings(snapshot: StoreSnapshot) -> Iterator[Reading]:
+def _held_readings(last: Last) -> Iterator[Reading]:
     """What came and went: recovered + added = removed + leaving + objects, in objects and in bytes."""
     units: tuple[tuple[str, str, str, Callable[[Held], int]], ...] = (
         ("objects", "Objects", "hicache_store_objects", lambda held: held.objects),
         ("bytes", "Payload", "hicache_store_payload_bytes", lambda held: held.payload_bytes),
     )
     for unit, what, resident, of in units:
-        gauges: tuple[tuple[str, str, Callable[[StoreStats], Held]], ...] = (
-            (resident, f"{what} in the store.", lambda stats: stats.resident),
-            (f"hicache_store_recovered_{unit}", f"{what} that was there at the start.", lambda stats: stats.recovered),
-            (f"hicache_store_leaving_{unit}", f"{what} being removed just now.", lambda stats: stats.leaving),
-        )
-        for name, description, read in gauges:
-            yield Reading(name, description, partial(_read_held, snapshot, read, of))
-        yield Reading(
-            f"hicache_store_added_{unit}",
-            f"{what} stored.",
-            partial(_read_held, snapshot, lambda stats: stats.added, of),
-            is_counter=True,
-        )
-        yield Reading(
-            f"hicache_store_removed_{unit}",
-            f"{what} removed, by reason.",
-            partial(_read_removed, snapshot, of),
-            ("reason",),
-            is_counter=True,
-        )
+        yield from _held_in_unit(last, unit, what, resident, of)
+
+
+def _held_in_unit(last: Last, unit: str, what: str, resident: str, of: Callable[[Held], int]) -> Iterator[Reading]:
+    yield _of_look(last, resident, f"{what} in the store.", lambda look: of(look.stats.resident))
+    name, description = f"hicache_store_recovered_{unit}", f"{what} that was there at the start."
+    yield _of_look(last, name, description, lambda look: of(look.stats.recovered))
+    name, description = f"hicache_store_leaving_{unit}", f"{what} being removed just now."
+    yield _of_look(last, name, description, lambda look: of(look.stats.leaving))
+    name, description = f"hicache_store_added_{unit}", f"{what} stored."
+    yield _of_look(last, name, description, lambda look: of(look.stats.added), is_counter=True)
+    yield _of_look(
+        last,
+        f"hicache_store_removed_{unit}",
+        f"{what} removed, by reason.",
+        lambda look: {(cause.value,): of(held) for cause, held in look.stats.removed.items()},
+        ("reason",),
+        is_counter=True,
+    )
 
 
 def window_readings(ceiling: Ceiling) -> Iterator[Reading]:
@@ -210,19 +180,42 @@ def window_readings(ceiling: Ceiling) -> Iterator[Reading]:
     )
 
 
-def tenant_readings(snapshot: StoreSnapshot, labels: TenantLabels) -> Iterator[Reading]:
+def certificate_readings(tls: ServerTls | None) -> Iterator[Reading]:
+    """How long clients over TCP are let in; nothing without TLS."""
+
+    def by_certificate() -> Values:
+        return {} if tls is None else {(name,): end_s for name, end_s in tls.expirations_s().items()}
+
+    yield Reading(
+        "hicache_tls_certificate_expiration_timestamp_seconds",
+        "When the first certificate ends of the chain of hicached (server), and of those that clients are checked with"
+        " (client_ca).",
+        by_certificate,
+        ("certificate",),
+    )
+
+
+def tenant_readings(last: Last, named: Callable[[], Sequence[Tenant]], labels: TenantLabels) -> Iterator[Reading]:
     """What each tenant of the tenants file has."""
-    gauges: tuple[tuple[str, str, Callable[[TenantStats], int]], ...] = (
+
+    def of_tenants(read: Callable[[TenantStats], int]) -> dict[str, float]:
+        known = last().tenants
+        return {tenant.name: read(known[tenant]) for tenant in named() if tenant in known}
+
+    def gauges(read: Callable[[TenantStats], int]) -> Callable[[], Values]:
+        return lambda: labels.gauges(of_tenants(read))
+
+    levels: tuple[tuple[str, str, Callable[[TenantStats], int]], ...] = (
         ("hicache_tenant_used_bytes", "Space of a tenant, with overhead.", lambda tenant: tenant.stored_bytes),
         ("hicache_tenant_objects", "Objects of a tenant.", lambda tenant: tenant.objects),
         ("hicache_tenant_pinned_bytes", "Space of what a tenant has pinned.", lambda tenant: tenant.pinned_bytes),
     )
-    for name, description, read in gauges:
-        yield Reading(name, description, partial(_read_tenants, snapshot, labels, read), ("tenant",))
+    for name, description, read in levels:
+        yield Reading(name, description, gauges(read), ("tenant",))
     yield Reading(
         "hicache_tenant_evicted_objects",
         "Objects of a tenant that were evicted.",
-        lambda: labels.counters("evictions", {name: stats.evictions for name, stats in snapshot.tenants.items()}),
+        lambda: labels.counters("evictions", of_tenants(lambda tenant: tenant.evictions)),
         ("tenant",),
         is_counter=True,
     )
@@ -250,23 +243,3 @@ def rate_readings(
         ("tenant",),
         is_counter=True,
     )
-
-
-def _read_tenants(snapshot: StoreSnapshot, labels: TenantLabels, read: Callable[[TenantStats], int]) -> Values:
-    return labels.gauges({name: read(stats) for name, stats in snapshot.tenants.items()})
-
-
-def _read(snapshot: StoreSnapshot, read: Callable[[StoreStats], int]) -> int:
-    return read(snapshot.stats)
-
-
-def _read_holds(snapshot: StoreSnapshot, read: Callable[[Holds], int]) -> int:
-    return read(snapshot.stats.holds)
-
-
-def _read_held(snapshot: StoreSnapshot, read: Callable[[StoreStats], Held], of: Callable[[Held], int]) -> int:
-    return of(read(snapshot.stats))
-
-
-def _read_removed(snapshot: StoreSnapshot, of: Callable[[Held], int]) -> Values:
-    return {(cause.value,): of(held) for cause, held in snapshot.stats.removed.items()}

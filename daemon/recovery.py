@@ -18,10 +18,10 @@ from hicache.backends.progress import told_of_progress
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.backends.wipe import wipe_store
 from hicache.daemon.config import DaemonConfig
-from hicache.daemon.readings import StoreNumbers
 from hicache.daemon.service_manager import ServiceManager
 from hicache.daemon.stopping import Stopping
 from hicache.daemon.storage import Store
+from hicache.daemon.store_look import StoreLook
 from hicache.errors import ConfigError
 from hicache.workers import Job, Workers
 
@@ -37,7 +37,7 @@ class OpenedStore:
 
     store: Store
     store_id: bytes
-    numbers: StoreNumbers
+    look: StoreLook
 
 
 class RecoveryProgress:
@@ -110,7 +110,7 @@ def _open_store(config: DaemonConfig, limits: StoreLimits) -> OpenedStore:
         limits=limits,
         encryption_keys=config.encryption_keys,
     )
-    return OpenedStore(store, store.store_id, StoreNumbers.of(store))
+    return OpenedStore(store, store.store_id, StoreLook.at(store))
 
 
 async def recover(opener: Callable[[], OpenedStore], stages: AsyncExitStack, stopping: Stopping) -> OpenedStore:

@@ -4,21 +4,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from dataclasses import fields
+from functools import partial
 from typing import Protocol
 
 import structlog
 
 from hicache.admin.lifecycle import ReloadAnswer
+from hicache.backends.attempt import Attempt
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.logs import set_log_level
 from hicache.daemon.service_manager import ServiceManager
 from hicache.daemon.storage import Store
-from hicache.errors import BackendError, ConfigError
+from hicache.errors import BackendError, ConfigError, ReloadHangs
 from hicache.workers import Workers
 
 # Beside the tenants file, which is read again whether or not its name changed.
 RELOADED = ("capacity_bytes", "log_level", "tenants_file", "drain_s")
+
+RELOAD_S_MAX = 45.0  # one whose files or whose store do not answer is given up
 
 log = structlog.get_logger("hicache.daemon")
 
@@ -57,6 +62,7 @@ class Reloader:
         self._store = store
         self._manager = manager
         self._turn = asyncio.Lock()
+        self._hanging: Future[tuple[DaemonConfig, list[Commit]]] | None = None  # the thread of the latest one
         self._next: asyncio.Task[ReloadAnswer] | None = None  # waits for its turn
         self._tasks: set[asyncio.Task[ReloadAnswer]] = set()
 
@@ -66,7 +72,8 @@ class Reloader:
         return self._config
 
     async def reload(self) -> ReloadAnswer:
-        """Takes what changed. Raises ConfigError or BackendError, and then everything stays as it is.
+        """Takes what changed. Raises ConfigError or BackendError, and then everything stays as it is: ReloadHangs
+        after RELOAD_S_MAX.
 
         The capacity is changed last, since that alone may fail after it was checked. A reload goes on when the caller
         does not wait for it.
@@ -113,11 +120,7 @@ class Reloader:
                 log.debug("a reload failed; the line before says why")
 
     async def _reload(self) -> ReloadAnswer:
-        work = Workers("hicached-reload", threads=1, queue_max=1)
-        try:
-            config, commits = await asyncio.wrap_future(work.submit(self._prepare).future)
-        finally:
-            work.close(timeout_s=0)
+        config, commits = await self._prepared()
         for commit in commits:
             commit()
         set_log_level(config.log_level)
@@ -129,9 +132,39 @@ class Reloader:
             needs_restart=[name for name in changed if name not in taken],
         )
 
-    def _prepare(self) -> tuple[DaemonConfig, list[Commit]]:
+    async def _prepared(self) -> tuple[DaemonConfig, list[Commit]]:
+        """What is to be taken, the capacity excepted, which is another one already. Raises ReloadHangs."""
+        if self._hanging is not None and not self._hanging.done():
+            raise ReloadHangs("an earlier reload still hangs in the storage, or in a file: see to that first")
+        attempt, work = Attempt(), Workers("hicached-reload", threads=1, queue_max=1)
+        try:
+            self._hanging = work.submit(partial(self._prepare, attempt)).future
+            prepared = asyncio.wrap_future(self._hanging)
+            await asyncio.wait([prepared], timeout=RELOAD_S_MAX)
+            if prepared.done() or not attempt.abandon():
+                return await prepared
+        except asyncio.CancelledError:
+            attempt.abandon()
+            raise
+        finally:
+            work.close(timeout_s=0)
+        prepared.add_done_callback(_tell_late)
+        raise ReloadHangs(
+            f"not done within {RELOAD_S_MAX:g} s, so all settings are as before: see to the storage, and to the files "
+            "of the settings; where objects were evicted for a smaller capacity, reload again to go on"
+        )
+
+    def _prepare(self, attempt: Attempt) -> tuple[DaemonConfig, list[Commit]]:
         config = self._reread()
         commits = [part.prepare(config) for part in self._parts]
-        if config.backend != "mooncake":  # it has the capacity of its nodes
-            self._store.resize(config.capacity_bytes)
+        if config.backend == "mooncake":  # it has the capacity of its nodes
+            attempt.settle()
+        else:
+            self._store.resize(config.capacity_bytes, attempt)
         return config, commits
+
+
+def _tell_late(prepared: asyncio.Future[tuple[DaemonConfig, list[Commit]]]) -> None:
+    """What a reload that was given up came to."""
+    if not prepared.cancelled():
+        log.warning("a reload that was given up has ended", reason=str(prepared.exception()))

@@ -20,10 +20,11 @@ from hicache.daemon.config import DaemonConfig
 from hicache.daemon.control import Control
 from hicache.daemon.drain import Drain
 from hicache.daemon.grpc_server import GrpcServer
+from hicache.daemon.health import Health
 from hicache.daemon.hello import Hellos, Identity
 from hicache.daemon.lifecycle_verbs import serve_lifecycle
 from hicache.daemon.listeners import Listeners, inherited_sockets
-from hicache.daemon.metrics import Metrics
+from hicache.daemon.metrics import Metrics, Readings
 from hicache.daemon.notify import Ready, remove_ready_file, write_ready_file
 from hicache.daemon.parts import (
     lock_socket,
@@ -32,7 +33,9 @@ from hicache.daemon.parts import (
     open_names,
     open_recorder,
     start_bulk,
+    start_health,
     start_http,
+    start_loop_delay,
     start_memory_socket,
     start_miss_watch,
     start_status,
@@ -40,7 +43,7 @@ from hicache.daemon.parts import (
 )
 from hicache.daemon.peers import PeerTickets
 from hicache.daemon.probes import Probes
-from hicache.daemon.readings import StoreSnapshot
+from hicache.daemon.readings import certificate_readings
 from hicache.daemon.recorder import Recorders
 from hicache.daemon.recovery import OpenedStore, RecoveryProgress, open_store, recover, wipe_at_stop
 from hicache.daemon.reload import Reloadable, Reloader
@@ -51,6 +54,7 @@ from hicache.daemon.status import Parts, StatusReporter
 from hicache.daemon.status_feed import StatusFeed
 from hicache.daemon.stopping import STOP_S_MAX, Stopping
 from hicache.daemon.storage import Storage, Store
+from hicache.daemon.store_look import StoreLooks
 from hicache.daemon.tenant_bounds import chunk_bytes_ceiling, store_limits
 from hicache.daemon.tenant_reload import TenantReload
 from hicache.daemon.tenants import Tenants
@@ -90,7 +94,8 @@ class Daemon:
         self._stopping = Stopping()
         self._readiness = "starting"
         self._storage: Storage | None = None
-        self._snapshot: StoreSnapshot | None = None
+        self._health = Health()
+        self._looks: StoreLooks | None = None
         self.metrics = Metrics(version=daemon_version(), backend=config.backend, tenants_max=config.metrics_tenants_max)
         self._authority = Authority()
         self.admin = AdminApi(self._authority, state=lambda: self._readiness)
@@ -112,6 +117,7 @@ class Daemon:
         tenants = Tenants.load(config.tenants_file, defaults=config.tenant_defaults)
         limits = store_limits(config, tenants)
         tls, peer_tickets = ServerTls.of(config), PeerTickets()
+        self.metrics.registry.register(Readings(certificate_readings(tls)))
         self._authority.learn(config, tenants)
         lock_socket(config, stages)
         if config.ready_file:
@@ -119,18 +125,19 @@ class Daemon:
         listeners = Listeners(inherited_sockets(self._environment), stages, mode=config.socket_mode_bits)
         probes = Probes(
             metrics=self._render_metrics,
-            is_alive=self._is_alive,
-            problem=self._problem,
+            problem=lambda: listeners.files.problem() or self._health.problem,
             readiness=lambda: self._readiness,
         )
         http = await start_http(config, listeners, probes, self.admin, self.metrics, stages)
+        start_loop_delay(self.metrics, stages)
         start_status(self.status_feed, self.admin, stages)
         self._readiness = "recovering"
         opened = await recover(partial(self._opener, config, limits), stages, self._stopping)
         if not config.persist:
             stages.push_async_callback(wipe_at_stop, config.path, self._stopping)
         self._storage = storage = start_storage(config, opened, stages, self._stopping)
-        self._snapshot = measure_storage(self.metrics, storage, opened, tenants)
+        start_health(self._health, storage, stages)
+        self._looks = looks = measure_storage(self.metrics, storage, opened, tenants)
         start_miss_watch(self.metrics, stages)
         names = open_names(config, storage, stages)
         sessions = make_sessions(config, storage, tenants, self.metrics)
@@ -155,7 +162,9 @@ class Daemon:
         parts: list[Reloadable] = [TenantReload(tenants, sessions, storage.store), self._authority]
         self._start_reloader(parts if tls is None else [*parts, tls], storage.store)
         TenantVerbs(self.reloader, storage, tenants, sessions, names, background).serve(self.admin)
-        self._reporter.serve_from(Parts(storage, sessions, tenants, hellos.namespaces, transfers.slowest))
+        self._reporter.serve_from(
+            Parts(looks, storage.store.numbers, sessions, tenants, hellos.namespaces, transfers.slowest)
+        )
         return self._announce(Ready(os.getpid(), config.socket, listen, str(bulk_listen or ""), http))
 
     async def stop(self) -> bool:
@@ -221,7 +230,7 @@ class Daemon:
             self._stages.callback(remove_ready_file, self._config.ready_file)
         self._readiness = "ready"
         self.metrics.ready.set(1)
-        watchdog = Watchdog(self._manager, self._is_alive)
+        watchdog = Watchdog(self._manager, lambda: self._health.is_alive)
         watchdog.start()
         self._stages.push_async_callback(watchdog.stop)
         self._manager.ready("serving clients")
@@ -229,12 +238,6 @@ class Daemon:
         return ready
 
     async def _render_metrics(self) -> bytes:
-        if self._snapshot is not None:
-            await self._snapshot.refresh()
+        if self._looks is not None:
+            await self._looks.refresh()
         return self.metrics.render()
-
-    async def _problem(self) -> str:
-        return "" if self._storage is None else await self._storage.problem()
-
-    async def _is_alive(self) -> bool:
-        return self._storage is None or await self._storage.is_alive()

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import heapq
 import itertools
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 
 from hicache.admin.status import (
     ERRORS_SHOWN,
     NAMESPACES_SHOWN,
     SLOWEST_SHOWN,
-    TENANTS_SHOWN,
     ErrorCount,
     Latency,
     Lookups,
+    LoopDelay,
     Namespace,
     Sample,
     SessionCounts,
@@ -30,51 +27,34 @@ from hicache.admin.status import (
     Traffic,
 )
 from hicache.admin.status import History as HistoryMessage
-from hicache.backends.base import Number, Usage
-from hicache.backends.store_stats import StoreStats, TenantStats
+from hicache.backends.base import Number
 from hicache.ceiling import CeilingReading
 from hicache.daemon.counts import METHODS_BY_KIND, Counts, Reason, read_counts
 from hicache.daemon.hello import printable
 from hicache.daemon.history import History, Levels
+from hicache.daemon.loop_delay import Delay
 from hicache.daemon.metrics import Metrics
 from hicache.daemon.namespaces import KnownNamespaces
 from hicache.daemon.sessions import Sessions
 from hicache.daemon.slowest import Slowest
-from hicache.daemon.storage import Storage, Store
-from hicache.daemon.tenants import Tenant, Tenants, TenantSettings
+from hicache.daemon.store_look import StoreLooks
+from hicache.daemon.tenants import Tenants
 from hicache.daemon.tier_fills import sum_fills
-from hicache.errors import BackendError
 from hicache.histogram import Histogram
-from hicache.workers import QueueFull
 
 FRESH_S = 0.5  # however many ask, the store is not asked more often
-STORE_TIMEOUT_S = 0.5
-TENANTS_AT_ONCE = 128  # the store holds its lock for so many at a time
 
 
 @dataclass(frozen=True, slots=True)
 class Parts:
     """What a serving daemon is asked for its status."""
 
-    storage: Storage
+    looks: StoreLooks
+    backend_numbers: Callable[[], Iterable[Number]]  # what the backend tells beside what every backend has
     sessions: Sessions
     tenants: Tenants
     namespaces: KnownNamespaces
     slowest: Slowest
-
-    def backend_numbers(self) -> Iterable[Number]:
-        """What the backend tells beside what every backend has."""
-        return self.storage.store.numbers()
-
-
-@dataclass(frozen=True, slots=True)
-class StoreLook:
-    """What the store said of itself at one moment."""
-
-    at_s: float
-    usage: Usage
-    stats: StoreStats
-    tenants: list[tuple[Tenant, TenantStats]]  # the fullest
 
 
 class StatusReporter:
@@ -101,7 +81,6 @@ class StatusReporter:
         self._wall_clock = wall_clock
         self._started_s = clock()
         self._parts: Parts | None = None
-        self._numbers: StoreLook | None = None
         self._history = History()
         self._status: tuple[float, Status] | None = None
         self._gathering = asyncio.Lock()
@@ -135,27 +114,24 @@ class StatusReporter:
         """Ends an interval of SAMPLE_S and returns it; None for the first call, which begins the first."""
         async with self._gathering:
             await self._refresh()
-        parts, numbers = self._parts, self._numbers
+        parts = self._parts
         levels = Levels(
-            used_bytes=numbers.usage.stored_bytes if numbers is not None else 0,
+            used_bytes=parts.looks.last.usage.stored_bytes if parts is not None else 0,
             sessions=len(parts.sessions) if parts is not None else 0,
             ceiling=self._metrics.ceiling.read().ceiling,
         )
         return self._history.add(now_s=self._clock(), at_s=self._wall_clock(), counts=self._counts(), levels=levels)
 
     async def _refresh(self) -> None:
-        parts = self._parts
-        if parts is None:
-            return
-        ask = partial(_ask_store, parts.storage.store, parts.tenants.settings, self._clock)
-        with contextlib.suppress(TimeoutError, QueueFull, BackendError):
-            self._numbers = await parts.storage.ask(ask, timeout_s=STORE_TIMEOUT_S)
+        if self._parts is not None:
+            await self._parts.looks.refresh()
 
     def _counts(self) -> Counts:
-        return read_counts(self._metrics, self._numbers.stats if self._numbers is not None else None)
+        return read_counts(self._metrics, None if self._parts is None else self._parts.looks.last.stats)
 
     def _gather(self) -> Status:
-        now_s, parts, numbers, counts = self._clock(), self._parts, self._numbers, self._counts()
+        now_s, parts, counts = self._clock(), self._parts, self._counts()
+        look = None if parts is None else parts.looks.last
         window_s, hour = self._history.window(now_s, counts)
         return Status(
             version=self._version,
@@ -164,38 +140,20 @@ class StatusReporter:
             at_s=self._wall_clock(),
             uptime_s=now_s - self._started_s,
             window_s=window_s,
-            store_age_s=now_s - numbers.at_s if numbers is not None else None,
-            tiers=[*_engine_tiers(parts), *_tiers(numbers, parts.backend_numbers())] if parts is not None else [],
+            store_age_s=now_s - look.at_s if look is not None else None,
+            tiers=[*_engine_tiers(parts), *_tiers(parts)] if parts is not None else [],
             lookups=_lookups(self._metrics.ceiling.read()),
             traffic=_traffic(self._history.lately(now_s, counts), hour),
             latency=[_latency(kind, hour.times.get(kind, Histogram())) for kind in METHODS_BY_KIND],
             sessions=_sessions(parts.sessions if parts is not None else None, self._sessions_max),
-            tenants=_tenants(parts, numbers) if parts is not None and numbers is not None else [],
+            loop_delay=_loop_delay(self._metrics.loop_delay.longest),
+            tenants=_tenants(parts) if parts is not None else [],
             tenant_count=parts.tenants.count if parts is not None else 0,
             namespaces=_namespaces(parts.namespaces) if parts is not None else [],
             namespace_count=len(parts.namespaces) if parts is not None else 0,
             slowest=_slowest(parts) if parts is not None else [],
             errors=_errors(hour.errors),
         )
-
-
-def _ask_store(store: Store, settings: Mapping[Tenant, TenantSettings], clock: Callable[[], float]) -> StoreLook:
-    """Blocking. The tenants are asked for in parts, so that nobody waits for the store's lock for all of them."""
-    usage, tenants = store.usage(), list(settings)
-    all_stats: list[TenantStats] = []
-    for start in range(0, len(tenants), TENANTS_AT_ONCE):
-        all_stats += store.tenant_stats([tenant.digest for tenant in tenants[start : start + TENANTS_AT_ONCE]])
-
-    def fullness(item: tuple[Tenant, TenantStats]) -> tuple[float, int]:
-        """The larger share of its quotas, or of the capacity where it has none."""
-        limits, used = settings[item[0]], item[1]
-        shares = [used.stored_bytes / (limits.quota_bytes or usage.capacity_bytes or 1)]
-        if limits.quota_objects:
-            shares.append(used.objects / limits.quota_objects)
-        return max(shares), used.stored_bytes
-
-    fullest = heapq.nlargest(TENANTS_SHOWN, zip(tenants, all_stats, strict=True), key=fullness)
-    return StoreLook(clock(), usage, store.stats(), fullest)
 
 
 def _engine_tiers(parts: Parts) -> list[Tier]:
@@ -205,30 +163,20 @@ def _engine_tiers(parts: Parts) -> list[Tier]:
     ]
 
 
-def _tiers(numbers: StoreLook | None, of_backend: Iterable[Number]) -> list[Tier]:
+def _tiers(parts: Parts) -> list[Tier]:
     """From the fastest to the slowest."""
-    ram = {number.name: int(number.value) for number in of_backend if number.name.startswith("hicache_ram_")}
-    tiers = []
-    if ram.get("hicache_ram_capacity_bytes"):
-        tiers.append(
-            Tier(
-                name="ram",
-                used_bytes=ram["hicache_ram_used_bytes"],
-                capacity_bytes=ram["hicache_ram_capacity_bytes"],
-                objects=ram["hicache_ram_objects"],
-            )
-        )
-    if numbers is not None:
-        usage = numbers.usage
-        tiers.append(
-            Tier(
-                name="l3",
-                used_bytes=usage.stored_bytes,
-                capacity_bytes=usage.capacity_bytes,
-                objects=usage.objects,
-            )
-        )
-    return tiers
+    numbers = {number.name: int(number.value) for number in parts.backend_numbers()}
+    usage = parts.looks.last.usage
+    l3 = Tier(name="l3", used_bytes=usage.stored_bytes, capacity_bytes=usage.capacity_bytes, objects=usage.objects)
+    if not numbers.get("hicache_ram_capacity_bytes"):
+        return [l3]
+    ram = Tier(
+        name="ram",
+        used_bytes=numbers["hicache_ram_used_bytes"],
+        capacity_bytes=numbers["hicache_ram_capacity_bytes"],
+        objects=numbers["hicache_ram_objects"],
+    )
+    return [ram, l3]
 
 
 def _traffic(lately: tuple[float, Counts], hour: Counts) -> Traffic:
@@ -258,7 +206,11 @@ def _sessions(sessions: Sessions | None, limit: int) -> SessionCounts:
     return SessionCounts(open=len(sessions), limit=limit, inflight_bytes=inflight_bytes, inflight_waiting=waiting)
 
 
-def _tenants(parts: Parts, numbers: StoreLook) -> list[TenantUse]:
+def _loop_delay(longest: Delay) -> LoopDelay:
+    return LoopDelay(longest_s=longest.seconds, core_wait_s=longest.core_wait_s)
+
+
+def _tenants(parts: Parts) -> list[TenantUse]:
     sessions = Counter(session.tenant for session in parts.sessions)
     return [
         TenantUse(
@@ -271,7 +223,7 @@ def _tenants(parts: Parts, numbers: StoreLook) -> list[TenantUse]:
             evicted_objects=stats.evictions,
             sessions=sessions[tenant],
         )
-        for tenant, stats in numbers.tenants
+        for tenant, stats in parts.looks.last.fullest
         if (limits := parts.tenants.settings.get(tenant)) is not None
     ]
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol, TypeVar
 
+from hicache.backends.attempt import Attempt
 from hicache.backends.base import GetItem, Number, PutItem, Usage, WalkedObject
 from hicache.backends.events import Subscription
 from hicache.backends.store_stats import StoreStats, TenantStats
@@ -21,6 +22,8 @@ CONTROL_THREADS = 2
 QUEUE_MAX = 8192  # jobs of at most a chunk each; sessions_max times the chunks that one session may queue is far less
 STUCK_S = 30.0  # a storage thread that works on one chunk for so long counts as stuck
 PROBE_TIMEOUT_S = 0.5
+PROBES_MAX = 1024  # that wait for a store which does not answer
+NO_ANSWER = "the storage does not answer"
 
 
 class Store(Protocol):
@@ -77,8 +80,8 @@ class Store(Protocol):
         """As ``get_into``, without counting as use."""
         ...
 
-    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
-        """All objects behind a key with their namespaces, in an order that stays."""
+    def walk(self, *, after: bytes = b"", tenant: bytes = b"") -> Iterator[list[WalkedObject]]:
+        """All objects behind a key, or those of a tenant, with their namespaces, in an order that stays."""
         ...
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
@@ -93,8 +96,10 @@ class Store(Protocol):
         """Drops the key of a tenant; False without one. Raises OSError."""
         ...
 
-    def resize(self, capacity_bytes: int) -> None:
-        """Another capacity; raises ConfigError or BackendError and keeps the old one where it cannot be."""
+    def resize(self, capacity_bytes: int, attempt: Attempt) -> None:
+        """Another capacity, which settles ``attempt``; raises ConfigError or BackendError and keeps the old one where
+        it cannot be, or where the attempt was abandoned.
+        """
         ...
 
     def numbers(self) -> Iterator[Number]:
@@ -135,7 +140,7 @@ class Store(Protocol):
 
 
 class Storage:
-    """Owns the threads that call the store. Two kinds, so that lookups never queue behind bulk transfers."""
+    """Owns the threads that call the store: lookups never queue behind bulk transfers, nor probes behind lookups."""
 
     def __init__(
         self, store: Store, *, io_threads: int, stuck_s: float = STUCK_S, clock: Callable[[], float] = time.monotonic
@@ -144,6 +149,7 @@ class Storage:
         self._stuck_s = stuck_s
         self.bulk = Workers("hicached-io", threads=io_threads, queue_max=QUEUE_MAX, clock=clock)
         self.control = Workers("hicached-control", threads=CONTROL_THREADS, queue_max=QUEUE_MAX, clock=clock)
+        self._probing = Workers("hicached-probe", threads=1, queue_max=PROBES_MAX, clock=clock)
 
     async def ask(self, work: Callable[[], T], *, timeout_s: float, too_late: Callable[[T], None] | None = None) -> T:
         """Runs a short call of the store in a control thread and returns what it returns.
@@ -157,23 +163,27 @@ class Storage:
         """As ``ask``, in a thread for transfers: for work that takes long, such as a chunk of deletes."""
         return await _ask(self.bulk, work, timeout_s=timeout_s, too_late=None)
 
-    async def is_alive(self) -> bool:
-        """Whether the store answers a simple question at once, and some bulk thread is not stuck."""
-        stuck_count = sum(1 for busy_s in self.bulk.busy_for_s() if busy_s > self._stuck_s)
-        if stuck_count == self.bulk.thread_count:
-            return False
-        try:
-            await self.ask(self.store.usage, timeout_s=PROBE_TIMEOUT_S)
-        except Exception:
-            return False
-        return True
+    @property
+    def is_stuck(self) -> bool:
+        """Whether all threads of a kind have been at one piece of work for too long."""
+        return any(
+            sum(busy_s > self._stuck_s for busy_s in workers.busy_for_s()) == workers.thread_count
+            for workers in (self.bulk, self.control)
+        )
 
     async def problem(self) -> str:
-        """Why what is stored now will not be there later, or cannot be stored at all; empty: nothing is known."""
+        """Why what is stored now will not be there later, or cannot be stored at all; empty: nothing is known.
+
+        NO_ANSWER where the store does not answer a simple question within PROBE_TIMEOUT_S.
+        """
         try:
-            return await self.ask(self.store.problem, timeout_s=PROBE_TIMEOUT_S)
+            return await _ask(self._probing, self._probe, timeout_s=PROBE_TIMEOUT_S, too_late=None)
         except Exception:
-            return "the storage does not answer"
+            return NO_ANSWER
+
+    def _probe(self) -> str:
+        self.store.usage()
+        return self.store.problem()
 
     def close(self, *, timeout_s: float) -> bool:
         """Blocking. Waits for the threads, then closes the store; False, and nothing closed, when one is stuck.
@@ -183,7 +193,7 @@ class Storage:
         started = time.monotonic()
         ended = [
             workers.close(timeout_s=max(0.0, started + timeout_s - time.monotonic()))
-            for workers in (self.control, self.bulk)
+            for workers in (self._probing, self.control, self.bulk)
         ]
         if not all(ended):
             return False

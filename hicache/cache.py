@@ -128,7 +128,7 @@ class HiCache(CacheFront[Directory]):
         """Build the pools and connect to L3. Never fails when L3 is away, nor waits for it, but as said below.
 
         L1 has ``l1_pages`` and ``l1_state_slots`` of each group, or all groups share ``l1_bytes``.
-        ``l3`` is an address (``unix:///run/hicache/hicached.sock``, ``tcp://host:port``), a backend to open in this
+        ``l3`` is an address (``unix:///run/hicached/hicached.sock``, ``tcp://host:port``), a backend to open in this
         process (``lmdb:///path``, ``file:///path``, of ``l3_capacity_bytes``), or None. ``salt`` keeps what the
         engine's own tenants may not share apart; ``token`` is what hicached knows the engine by. ``copies`` is the back
         end between L1 and L2: ``reference``, ``direct``, ``kernel``, ``staged``, or ``auto``, which measures. All other
@@ -241,7 +241,8 @@ class HiCache(CacheFront[Directory]):
         self._check_open()
         self._directory.tell_time(self._clock())
         while (progress := self._directory.load(record, patient=patient)) is Load.STARTED:
-            self._pump.pump()
+            if self._directory.has_jobs:  # without, waking others who load would only make them look, and wake us
+                self._pump.pump()
             if record.loading and not self._changed.wait(until_s - time.monotonic()):
                 return False
             self._check_open()

@@ -10,14 +10,20 @@ HiCacheError
 ├── DaemonUnreachable    no hicached answers at an admin address
 ├── RankLost             a rank and its leader have lost each other: the replica has to be started again
 └── BackendError         a backend cannot be opened or can no longer be used at all
-    └── StorageInUse     another live process owns the directory or the socket
+    ├── StorageInUse     another live process owns the directory or the socket
+    └── ReloadHangs      a reload of hicached was given up: the settings are as before
 """
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class HiCacheError(Exception):
-    """Base of every error that hicache raises on purpose."""
+    """Base of every error that hicache raises on purpose. May be raised in another process than it is caught in."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), self.args, self.__dict__)
 
 
 class ConfigError(HiCacheError):
@@ -77,3 +83,14 @@ class StorageInUse(BackendError):
         super().__init__(f"{resource} is in use by {holder}; stop it or choose another one")
         self.resource = resource
         self.holder = holder
+
+
+class ReloadHangs(BackendError):
+    """A reload was given up, since something in it does not answer: all settings are as before."""
+
+
+def _rebuilt(kind: type[HiCacheError], args: tuple[Any, ...], values: dict[str, Any]) -> HiCacheError:
+    """An error as it was, without its constructor, whose arguments are not those of ``Exception``."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(values)
+    return error

@@ -114,7 +114,7 @@ class CacheFront(Generic[D]):
         self._window = Ceiling(clock=clock)
         self._misses = MissLog(clock=clock)
         self._tell_at_s = -math.inf
-        self._directory.stats.on_served = self._note_served
+        self._directory.stats.on_served = self._window.note
         self._pump = self._replica.start(self._directory, clock=clock)
         self._changed = self._pump.changed
         tell_fills(l3, self._fills)
@@ -223,9 +223,6 @@ class CacheFront(Generic[D]):
                 miss.meaning.text,
                 extra={"hicache": fields},
             )
-
-    def _note_served(self, keys: Sequence[bytes], restored_pages: int) -> None:
-        self._window.note(len(keys), keys[restored_pages:])
 
     def close(self) -> None:
         """Give up what is under way, disconnect, and free L2. Idempotent. No tensor of ``l2`` may be used after."""

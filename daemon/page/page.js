@@ -102,7 +102,7 @@ function showStore({ tiers, lookups, traffic, latency }) {
   }));
 }
 
-function showUse({ tenants, tenant_count, sessions, namespaces, namespace_count, tiers }) {
+function showUse({ tenants, tenant_count, sessions, loop_delay, namespaces, namespace_count, tiers }) {
   const capacity = tiers.find((tier) => tier.name === "l3")?.capacity_bytes ?? 0;
   at("tenant-count").textContent = tenant_count > tenants.length ? `the fullest ${tenants.length} of ${count(tenant_count)}` : "";
   fill("tenants", ...orNone(tenants.map((tenant) => {
@@ -117,7 +117,8 @@ function showUse({ tenants, tenant_count, sessions, namespaces, namespace_count,
   }), "None yet."));
   fill("sessions",
     figure(count(sessions.open), `of ${count(sessions.limit)} sessions`),
-    figure(bytes(sessions.inflight_bytes), `in flight, ${count(sessions.inflight_waiting)} waiting`));
+    figure(bytes(sessions.inflight_bytes), `in flight, ${count(sessions.inflight_waiting)} waiting`),
+    figure(seconds(loop_delay.longest_s), `longest delay of an answer, ${seconds(loop_delay.core_wait_s)} for want of a core`));
   fill("namespaces", ...orNone(namespaces.map(({ model, tenant, digest }) =>
     make("li", "", row(model || "unnamed model", `${tenant}, ${digest.slice(0, 8)}`))), "No namespaces yet."));
   if (namespace_count > namespaces.length)

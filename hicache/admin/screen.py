@@ -20,6 +20,7 @@ BAR_COLUMNS = 16
 SPARK_COLUMNS = 30
 NAME_CHARS_MIN = 12
 COLUMNS_MAX = 1000
+LATE_S = 0.1  # an event loop that was never later is as it should be
 OTHER_COLUMNS = 62  # of a line with a tenant's name
 Row: TypeAlias = tuple[str | Text | ProgressBar, ...]
 
@@ -82,7 +83,9 @@ def _title(status: Status) -> Text:
 def _clients(status: Status) -> str:
     sessions = status.sessions
     waiting = f", {sessions.inflight_waiting} transfers wait" if sessions.inflight_waiting else ""
-    return f"{sessions.open} of {sessions.limit} sessions{waiting}"
+    late_s = status.loop_delay.longest_s
+    late = f", answers up to {seconds(late_s)} late" if late_s >= LATE_S else ""
+    return f"{sessions.open} of {sessions.limit} sessions{waiting}{late}"
 
 
 def _tiers(status: Status) -> Table:

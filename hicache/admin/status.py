@@ -78,6 +78,13 @@ class SessionCounts(msgspec.Struct, frozen=True, kw_only=True):
     inflight_waiting: int  # transfers that wait for room
 
 
+class LoopDelay(msgspec.Struct, frozen=True, kw_only=True):
+    """The longest that the event loop was late in the last hour: whatever it answers waited for that long."""
+
+    longest_s: float
+    core_wait_s: float  # of that, how long its thread could run and had no core; the rest is the daemon's own
+
+
 class Namespace(msgspec.Struct, frozen=True, kw_only=True):
     """A namespace that a client said hello with since the start."""
 
@@ -122,6 +129,7 @@ class Status(msgspec.Struct, frozen=True, kw_only=True):
     traffic: Traffic
     latency: list[Latency]
     sessions: SessionCounts
+    loop_delay: LoopDelay
     tenants: list[TenantUse]  # the fullest TENANTS_SHOWN
     tenant_count: int
     namespaces: list[Namespace]  # the latest NAMESPACES_SHOWN

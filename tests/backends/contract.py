@@ -15,6 +15,7 @@ from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX, Backend, PutItem
 from hicache.backends.lock import LOCK_NAME, OPENING_NAME
 from hicache.errors import BackendError, ConfigError, StorageInUse
 from hicache.outcome import Outcome
+from hicache.tenancy import physical_key, tenant_digest
 from tests.backends.contract_full import MIB, FullContract, Opener
 from tests.backends.payloads import get, get_many, key, payload, put, scanned
 from tests.backends.tampering import files_under, flip_bit, zero_block
@@ -319,6 +320,19 @@ class BackendContract(FullContract):
         again = [found.key for batch in backend.walk(after=walked[20].key) for found in batch]
         assert again == [found.key for found in walked[21:]], "behind a key that is gone"
         assert list(backend.walk(after=walked[-1].key)) in ([], [[]])
+
+    def test_a_walk_over_a_tenant_tells_its_objects_and_no_others(self, reopen: Opener) -> None:
+        backend, tenants = reopen(), [tenant_digest(name) for name in ("alice", "bob", "carol")]
+        for number in range(30):
+            item = PutItem(physical_key(tenants[number % 2], payload(number, 36)), memoryview(b"bytes"))
+            assert backend.put([item]) == [Outcome.OK]
+        for tenant, count in zip(tenants, (15, 15, 0), strict=True):
+            walked = [found.key for batch in backend.walk(tenant=tenant) for found in batch]
+            assert len(set(walked)) == count
+            assert all(found.startswith(tenant) for found in walked)
+            for after in range(0, count, 5):
+                again = [found.key for batch in backend.walk(after=walked[after], tenant=tenant) for found in batch]
+                assert again == walked[after + 1 :]
 
 
 def _run_threads(actions: list[Callable[[], None]]) -> None:

@@ -15,7 +15,11 @@ def test_clients_who_come_leave_and_are_killed_leave_nothing() -> None:
     assert result.kills > 0
     assert result.strangers > 0
     assert result.compared_bytes > 0
-    assert result.health_samples > 0
+    health = result.health
+    assert health["hicached"]["count"] > 0
+    assert health["control"]["count"] > 0
+    assert health["prober woke late"]["count"] == health["hicached"]["count"] + health["control"]["count"]
+    assert health["in hicached"]["ms_max"] >= health["in hicached"]["core_wait_ms"] >= 0
     assert result.latency_ms["get"]["p99"] > 0
 
 

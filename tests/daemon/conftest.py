@@ -14,8 +14,8 @@ from hicache.backends.open import open_backend
 from hicache.backends.store import ObjectStore
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.daemon.config import DaemonConfig
-from hicache.daemon.readings import StoreNumbers
 from hicache.daemon.recovery import OpenedStore
+from hicache.daemon.store_look import StoreLook
 from hicache.outcome import Outcome
 from tests.daemon.client import Client
 from tests.daemon.raw_links import Memory, object_key
@@ -66,7 +66,7 @@ class FaultyStoreOpener:
             keys=getattr(inner, "keys", None),  # of a backend that encrypts
         )
         self.store = store
-        return OpenedStore(store, store.store_id, StoreNumbers.of(store))
+        return OpenedStore(store, store.store_id, StoreLook.at(store))
 
 
 class ThreadedDaemon(DaemonThread):

@@ -15,10 +15,12 @@ import pytest
 
 from hicache.admin.client import Admin
 from hicache.admin.verbs import RELOAD
+from hicache.backends.attempt import Abandoned
+from hicache.backends.faulty import Fault, FaultKind
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.reload import Reloader
 from hicache.daemon.service_manager import ServiceManager
-from hicache.errors import AdminRefused, ConfigError
+from hicache.errors import AdminRefused, ConfigError, ReloadHangs
 from hicache.outcome import Outcome
 from tests.daemon.client import DESCRIPTOR, Client, refusal_code
 from tests.daemon.conftest import ThreadedDaemon
@@ -133,6 +135,91 @@ def test_many_who_ask_at_a_time_share_the_next_reload_which_goes_on_without_them
         assert reloader.config.capacity_bytes == daemon.store.usage().capacity_bytes == 96 * MIB
 
     asyncio.run(steps())
+
+
+class TestNeverAnswers:
+    """A reload whose store, or whose file, does not answer is given up, and leaves everything as it was."""
+
+    @pytest.fixture(autouse=True)
+    def impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("hicache.daemon.reload.RELOAD_S_MAX", 0.2)
+
+    @pytest.mark.parametrize("mib", [24, 96])
+    def test_a_store_that_never_answers(
+        self, start_thread: StartThread, folder: Path, monkeypatch: pytest.MonkeyPatch, mib: int
+    ) -> None:
+        tenants = write_tenants(folder, f"alice {TOKENS['alice']}")
+        daemon = start_thread(tenants_file=tenants, object_bytes_max=2 * MIB)
+        stuck, over, sizes = threading.Event(), threading.Event(), []
+        resize = daemon.backend.resize
+
+        def never(capacity_bytes: int, *, floor_bytes: int) -> None:
+            sizes.append(capacity_bytes)
+            assert stuck.wait(30)
+            resize(capacity_bytes, floor_bytes=floor_bytes)
+            if len(sizes) == 2:
+                over.set()
+
+        monkeypatch.setattr(daemon.backend, "resize", never)
+        daemon.next_config = dataclasses.replace(daemon.config, capacity_bytes=mib * MIB, drain_s=9.0)
+        write_tenants(folder, f"bob {TOKENS['bob']}")
+        with pytest.raises(ReloadHangs, match="so all settings are as before"):
+            daemon.reload()
+        assert daemon.daemon.reloader.config == daemon.config
+        assert daemon.store._capacity_bytes == 64 * MIB, "what is stored meanwhile has the room that it had"
+        with Client(daemon.target, token=TOKENS["alice"]) as client:
+            assert client.put_stream(KEYS[:1], [b"served"]) == [Outcome.OK]
+            with pytest.raises(ReloadHangs, match="an earlier reload still hangs"):
+                daemon.reload()
+            assert sizes == [mib * MIB], "one at a time"
+            stuck.set()
+            assert over.wait(10), "what came after all is undone"
+            wait_until(daemon.daemon.reloader._hanging.done, what="the thread has ended")
+            assert sizes == [mib * MIB, 64 * MIB]
+            assert daemon.store._capacity_bytes == daemon.store.usage().capacity_bytes == 64 * MIB
+            monkeypatch.undo()
+            daemon.reload()
+            assert daemon.store.usage().capacity_bytes == mib * MIB
+            assert ends_with(client) == "BAD_TOKEN"
+
+    def test_a_file_that_never_answers(self, daemon: ThreadedDaemon) -> None:
+        stuck = threading.Event()
+
+        def reread() -> DaemonConfig:
+            assert stuck.wait(30)
+            return dataclasses.replace(daemon.config, capacity_bytes=96 * MIB)
+
+        async def steps() -> None:
+            reloader = Reloader(daemon.config, reread, [], store=daemon.store, manager=ServiceManager({}))
+            with pytest.raises(ReloadHangs):
+                await reloader.reload()
+            stuck.set()
+            assert reloader._hanging is not None
+            with pytest.raises(Abandoned):
+                await asyncio.wrap_future(reloader._hanging)
+            assert daemon.store.usage().capacity_bytes == 64 * MIB, "too late"
+
+        asyncio.run(steps())
+
+    def test_deletes_that_never_end_while_a_smaller_store_makes_room(
+        self, start_thread: StartThread, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        daemon = start_thread(object_bytes_max=2 * MIB)
+        with Client(daemon.target) as client:
+            client.put_stream(KEYS, [payload_of(number, MIB) for number in range(40)])
+        hanging = daemon.backend.arm("delete", Fault(FaultKind.LATE))
+        daemon.next_config = dataclasses.replace(daemon.config, capacity_bytes=24 * MIB)
+        with pytest.raises(ReloadHangs):
+            daemon.reload()
+        hanging.release()
+        wait_until(daemon.daemon.reloader._hanging.done, what="the thread has ended")
+        assert daemon.store._capacity_bytes == daemon.store.usage().capacity_bytes == 64 * MIB
+        kept = daemon.store.usage().objects
+        assert 22 < kept < 40, "one step at a time"
+        monkeypatch.setattr("hicache.daemon.reload.RELOAD_S_MAX", 30)
+        daemon.reload()
+        assert daemon.store.usage().capacity_bytes == 24 * MIB
+        assert daemon.store.usage().objects <= 22
 
 
 TOKENS = {name: f"token-of-{name}-0123456789" for name in ("alice", "bob", "carol", "alice-new")}

@@ -17,8 +17,8 @@ from hicache.backends.store import ObjectStore
 from hicache.backends.tenant_keys import TenantKeys
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.daemon.config import DaemonConfig
-from hicache.daemon.readings import StoreNumbers
 from hicache.daemon.recovery import OpenedStore
+from hicache.daemon.store_look import StoreLook
 from tests.backends.fake_mooncake import FakeMooncake, open_fake
 from tests.security.master_keys import masters
 
@@ -49,7 +49,7 @@ class StoreOpener:
     def __call__(self, config: DaemonConfig, limits: StoreLimits) -> OpenedStore:
         self._folder = Path(config.path)
         store = self._shared_store(config) if self._is_shared else self._own_store(config, limits)
-        return OpenedStore(store, store.store_id, StoreNumbers.of(store))
+        return OpenedStore(store, store.store_id, StoreLook.at(store))
 
     @property
     def _is_shared(self) -> bool:

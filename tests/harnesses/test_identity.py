@@ -12,7 +12,7 @@ import pytest
 
 from hicache import keys as keys_module
 from hicache import spec as spec_module
-from hicache.connectors import sglang_identity, vllm_identity
+from hicache.connectors import config_values, sglang_identity, vllm_identity
 from hicache.connectors.sglang_pools import Part, Run
 from hicache.keys import BlockKeys, FieldValue, chained_key
 from hicache.spec import StateGroup
@@ -77,7 +77,7 @@ def sglang_names() -> Names:
         "plane": sglang.root(part=Part(1, 0, sglang.PART.runs)),
         "object bytes": sglang.root(part=Part(0, 0, (Run(0, 64, 32),))),
     }
-    for name in sglang_identity._ARGUMENTS:
+    for name in (*sglang_identity._ARGUMENTS, *sglang_identity._FILES):
         names[name] = sglang.root(sglang.identity(**{name: "other"}))
     for name in sglang.LAYOUT.identity:
         names[f"layout {name}"] = sglang.root(layout=sglang.changed(**{name: 77}))
@@ -95,9 +95,11 @@ def sglang_draft_names() -> Names:
     draft = dataclasses.replace(sglang.LAYOUT, name="draft")
 
     def root(**arguments: str) -> bytes:
-        return sglang.root(sglang.identity(**arguments), draft)
+        return sglang.root(sglang.identity(**({"speculative_draft_model_path": "draft"} | arguments)), draft)
 
-    return {"": root()} | {name: root(**{name: "other"}) for name in sglang_identity._DRAFT_ARGUMENTS}
+    names = {"": root(), "random weights": root(speculative_draft_load_format="dummy")}
+    arguments = (*sglang_identity._DRAFT_ARGUMENTS, *sglang_identity._DRAFT_FILES)
+    return names | {name: root(**{name: "other"}) for name in arguments}
 
 
 def vllm_names() -> Names:
@@ -123,7 +125,7 @@ def vllm_names() -> Names:
         value = ("other",) if each.name == "attention_choice" else "0.33.0" if each.name == "vllm_version" else "other"
         names[each.name] = vllm.identity(facts=dataclasses.replace(vllm.FACTS, **{each.name: value})).digest  # type: ignore[arg-type]
     for field in vllm.hf_config().values:
-        if field not in vllm_identity._HF_PROVENANCE:
+        if field not in config_values.HF_PROVENANCE:
             names[f"hf.{field}"] = vllm.identity(_hf(field)).digest
             names[f"hf_draft.{field}"] = vllm.identity(_hf_draft(field)).digest
     names["hf_draft.layers"] = vllm.identity(_hf_draft("layers")).digest

@@ -15,7 +15,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from hicache import keys as keys_module
-from hicache.connectors import vllm_identity
+from hicache.connectors import config_values
 from hicache.errors import SpecError, UsageError
 from hicache.keys import BlockKeys, FieldValue, chained_key, object_key
 from hicache.spec import CacheSpec
@@ -180,15 +180,15 @@ def _meaning(value: object) -> str:
 @example(one=frozenset({1, "1"}), other=frozenset({1}))
 @settings(max_examples=300)
 def test_any_two_values_of_a_config_of_vllm_that_differ_make_two_namespaces(one: object, other: object) -> None:
-    names = [vllm_identity._bounded("x", vllm_identity._plain("x", value)) for value in (one, other)]
+    names = [config_values.bounded("x", config_values.plain("x", value)) for value in (one, other)]
     assert (keys_module.digest_fields([("x", names[0])]) == keys_module.digest_fields([("x", names[1])])) == (
         _meaning(one) == _meaning(other)
     )
 
 
 def test_the_text_of_a_digest_is_not_taken_for_what_it_stands_for() -> None:
-    long = vllm_identity._bounded("x", "x" * 600)
-    assert vllm_identity._bounded("x", long) != long
+    long = config_values.bounded("x", "x" * 600)
+    assert config_values.bounded("x", long) != long
 
 
 def test_arguments_of_sglang_are_told_apart_by_kind() -> None:

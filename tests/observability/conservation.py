@@ -69,6 +69,11 @@ def check_engine(scrape: Scrape) -> None:
         begun = total(scrape, "hicache_engine_begun_objects_total", leg=leg)
         ended = total(scrape, "hicache_engine_object_seconds_count", leg=leg)
         assert begun == ended + total(scrape, "hicache_engine_open_objects", leg=leg), f"objects of {leg}"
+        if leg != "arrive":  # which moves nothing
+            outcomes = total(scrape, "hicache_engine_objects_total", leg=leg)
+            if leg == "lookup":  # those that confirm what L3 was known to have
+                outcomes += total(scrape, "hicache_engine_objects_total", leg="confirm")
+            assert outcomes == ended, f"outcomes of {leg}"
 
 
 def check_no_counter_fell(before: Scrape, after: Scrape) -> None:

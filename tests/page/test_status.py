@@ -148,7 +148,7 @@ def test_while_the_store_does_not_answer_its_last_numbers_and_their_age_are_told
         stuck.wait(20)
         return usage()
 
-    monkeypatch.setattr("hicache.daemon.status.STORE_TIMEOUT_S", 0.05)
+    monkeypatch.setattr("hicache.daemon.store_look.LOOK_TIMEOUT_S", 0.05)
     monkeypatch.setattr(daemon.store, "usage", never)
     try:
         told = fresh(daemon, lambda status: asked.is_set() and (status.store_age_s or 0) > 0.5)

@@ -121,7 +121,8 @@ STATUS_JSON = """{"version": "1", "backend": "lmdb", "state": "ready", "at_s": 0
 "lookups": {"asked": 10, "found": 5, "hit_rate": 0.5, "ceiling": 0.8},
 "traffic": {"read_bytes": 0, "written_bytes": 0, "evicted_bytes": 0, "read_bytes_per_s": 0, "written_bytes_per_s": 0},
 "latency": [{"kind": "get", "calls": 0, "p50_s": null, "p99_s": null}],
-"sessions": {"open": 1, "limit": 2, "inflight_bytes": 0, "inflight_waiting": 1}, "tenants": [], "tenant_count": 0,
+"sessions": {"open": 1, "limit": 2, "inflight_bytes": 0, "inflight_waiting": 1},
+"loop_delay": {"longest_s": 0.25, "core_wait_s": 0.2}, "tenants": [], "tenant_count": 0,
 "namespaces": [], "namespace_count": 0, "slowest": [], "errors": []}"""
 
 

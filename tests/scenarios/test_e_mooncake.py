@@ -16,8 +16,8 @@ from hicache.backends.shared_store import SharedStore
 from hicache.backends.tenant_limits import StoreLimits
 from hicache.client import DaemonL3
 from hicache.daemon.config import DaemonConfig
-from hicache.daemon.readings import StoreNumbers
 from hicache.daemon.recovery import OpenedStore
+from hicache.daemon.store_look import StoreLook
 from hicache.outcome import Outcome
 from tests.backends.fake_mooncake import MIB, Clock, FakeMooncake, open_fake
 from tests.backends.payloads import get, get_many, key, payload, put
@@ -155,7 +155,7 @@ class Rig:
 
     def _open(self, config: DaemonConfig, limits: StoreLimits) -> OpenedStore:
         store = SharedStore(open_fake(self.fake, clock=self.clock), object_bytes_max=config.object_bytes_max)
-        return OpenedStore(store, store.store_id, StoreNumbers.of(store))
+        return OpenedStore(store, store.store_id, StoreLook.at(store))
 
     @property
     def address(self) -> str:
