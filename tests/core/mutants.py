@@ -129,12 +129,6 @@ MUTANTS = (
         "other.has_missed = True",
         "pass",
     ),
-    mutant(
-        "L3 is not asked for the state of what is here",
-        ReadAdmission._wants_some,
-        "for stop in hoped.stops",
-        "for stop in hoped.stops[-1:]",
-    ),
     mutant("L3 is asked for what cannot pay", ReadAdmission._wants_some, "return any(", "return True or any("),
     mutant("a probe is never over", Fetches._fetched, "self._admission.end_probe()", "pass"),
     mutant("what is late is not accounted for", Prefetcher.conclude, "self._drop(promised - used, reason)", "pass"),

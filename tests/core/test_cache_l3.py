@@ -88,6 +88,34 @@ def test_br_034_no_mode_waits_past_its_deadline_whatever_stalls(
     assert engine.serve(prompt(6)).tokens == 6 * PAGE
 
 
+@pytest.mark.parametrize("mode", ["best_effort", "timeout", "wait_complete"])
+def test_no_mode_waits_for_what_cannot_pay_nor_asks_for_it(mode: PrefetchMode, make: Make) -> None:
+    """First nobody knows how fast L3 is, which is found out meanwhile; then it is known that it is too slow."""
+    clock = Clock()
+    engine = make(objects={}, clock=clock, prefetch=PrefetchPolicy(mode, threshold_tokens=0))
+    assert engine.l3 is not None
+    engine.cache.tell_prefill(0, 6 * PAGE, seconds=0.5)
+    for seed, stalled in enumerate(["get", "lookup"]):
+        fill(engine, prompt(6, seed=seed))
+        engine.l3.gates[stalled].clear()
+        request = engine.cache.match(prompt(6, seed=seed))
+        engine.cache.prefetch(request)
+        for _ in ("lookup", "get") if seed == 0 else ():
+            assert engine.l3.arrived.acquire(timeout=DEADLINE_S)
+        assert engine.cache.is_ready(request)
+        assert engine.cache.wait(request) is True
+        assert engine.cache.load(request) is not None
+        engine.compute(request, prompt(6, seed=seed), 0)
+        engine.cache.release(request)
+        if seed == 0:
+            clock.now_s += 2.0
+            engine.l3.gates[stalled].set()
+        engine.settle()
+    assert engine.cache.stats.prefetch_declined == {"unmeasured": 1, "faster_computed": 1}
+    assert engine.cache.stats.prefetch_probes == 1
+    engine.l3.gates["lookup"].set()
+
+
 def test_a_request_may_ask_for_another_mode_than_the_cache_has(make: Make) -> None:
     clock = Clock()
     engine = make(objects={}, clock=clock)
