@@ -11,7 +11,6 @@ import pytest
 
 from hicache.daemon import loop_delay
 from hicache.daemon.loop_delay import PERIOD_S, PERIODS_MAX, Delay, LoopDelay
-from hicache.outcome import Outcome
 from hicache.wire.bulk import BULK_HELLO, BULK_MAGIC
 from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
@@ -21,25 +20,23 @@ from tests.daemon.rig import http_get, wait_until
 
 def test_probes_do_not_queue_behind_lookups(daemon: ThreadedDaemon, monkeypatch: pytest.MonkeyPatch) -> None:
     go_on, asked = threading.Event(), 0
-    usage = daemon.store.usage
-
-    def stuck(*_: object, **__: object) -> tuple[list[Outcome], int]:
-        assert go_on.wait(30)
-        return [Outcome.ABSENT], 0
+    storage, usage = daemon.daemon._storage, daemon.store.usage
+    assert storage is not None
 
     def counted() -> object:
         nonlocal asked
         asked += 1
         return usage()
 
-    monkeypatch.setattr(daemon.store, "lookup", stuck)
     monkeypatch.setattr(daemon.store, "usage", counted)
-    with Client(daemon.target) as client:
-        for number in range(3):  # one more than there are control threads
-            assert client.lookup([object_key(number)], timeout_s=0.2)[0] == [Outcome.DEADLINE]
+    try:
+        for _ in range(storage.control.thread_count + 1):
+            storage.control.submit(lambda: go_on.wait(60))
+        wait_until(lambda: len(storage.control.busy_for_s()) == storage.control.thread_count, what="all are busy")
         before = asked
-        wait_until(lambda: asked >= before + 2, what="the storage is asked how it is")
+        wait_until(lambda: asked >= before + 3, what="the storage is asked how it is")
         assert http_get(daemon.ready.http, "/healthz") == (200, "ok\n")
+    finally:
         go_on.set()
 
 
