@@ -108,7 +108,7 @@ install_unit = sed -e 's|@HICACHED@|$(HICACHED)|g' -e 's|@SYSCONFDIR@|$(SYSCONFD
 	systemd/$(1) | install -D -m 0644 /dev/stdin '$(DESTDIR)$(2)'
 
 install-systemd: ## Install the units, users and folders of hicached; DESTDIR=, PREFIX=/usr/local, HICACHED=
-	@case '$(HICACHED)' in /home/*|/root/*) echo "$(HICACHED): the unit hides /home and /root; install hicache elsewhere" >&2; exit 1;; esac
+	@case '$(HICACHED)' in /home/*|/root/*|/tmp/*) echo "$(HICACHED): the unit hides /home, /root and /tmp; install hicache elsewhere" >&2; exit 1;; esac
 	@[ -n '$(DESTDIR)' ] || [ -x '$(HICACHED)' ] || { \
 		echo "$(HICACHED) is not there: say HICACHED=/path/to/hicached (command -v hicached)" >&2; exit 1; }
 	@$(foreach unit,$(UNITS),$(call install_unit,$(unit),$(UNITDIR)/$(unit)) &&) true

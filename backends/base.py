@@ -129,6 +129,12 @@ class Backend(Protocol):
         """Drop objects and give their space back: OK, ABSENT or IO_ERROR. Works on a full medium."""
         ...
 
+    def forget(self, gone: Sequence[tuple[bytes, int]]) -> None:
+        """Objects that were stored, with these payload sizes, were ABSENT although nobody has deleted them here: give
+        their space back. A program that cleans up has taken their files, for example.
+        """
+        ...
+
     def touch(self, used: Sequence[tuple[bytes, float]]) -> None:
         """Remember when objects were last used (seconds since the epoch), for the order that ``scan`` tells.
 
@@ -145,8 +151,9 @@ class Backend(Protocol):
         """
         ...
 
-    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
-        """As ``scan``, with namespaces, in an order of the backend's own: only what comes behind the key ``after``.
+    def walk(self, *, after: bytes = b"", tenant: bytes = b"") -> Iterator[list[WalkedObject]]:
+        """As ``scan``, with namespaces, in an order of the backend's own: only what comes behind the key ``after``, and
+        only what the tenant with this digest has, where one is given, without reading what others have.
 
         The key of the last object that was told is where another walk goes on, also after a restart. Reads the medium,
         WALK_OBJECTS_MAX objects at a time. Raises BackendError where the medium cannot be read, or tells no order.

@@ -188,11 +188,13 @@ class Catalog:
         else:
             self._add([key], [size_bytes])
 
-    def lose(self, key: bytes) -> None:
-        """An object turned out to be wrong or missing on the medium."""
+    def lose(self, key: bytes) -> int | None:
+        """An object turned out to be wrong or missing on the medium; returns its payload size, None when it was not
+        known."""
         size_bytes = self.withdraw(key, Removal.CORRUPT)
         if size_bytes is not None:
             self.removed(key, size_bytes, Cause.CORRUPT)
+        return size_bytes
 
     def take_victims(
         self,

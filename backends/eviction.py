@@ -17,6 +17,9 @@ from hicache.notices import Notices
 from hicache.outcome import Outcome
 
 EVICTION_KEYS_MAX = 256  # in one delete of the backend
+AHEAD_OBJECTS = (
+    1024  # that one put removes beyond its own need, so that it waits for some 10 ms however large the store is
+)
 SPARE_OBJECTS_PART = 256  # of objects_max: at it so many are evicted beyond what is short
 EVICTION_FAILURES_MAX = 8  # passes in which every delete failed
 
@@ -58,6 +61,7 @@ class Evictor:
         self._high_watermark = high_watermark
         self._low_watermark = low_watermark
         self._floor_bytes = floor_bytes
+        self._is_lowering = False  # from the high watermark down to the low one
         self.set_capacity(backend.usage().capacity_bytes, objects_max=objects_max)
         self._notices = Notices(logging.getLogger(__name__))
         self._bytes = Measure(catalog.used_bytes, catalog.stored_bytes, lambda amount: (amount, EVICTION_KEYS_MAX))
@@ -76,13 +80,29 @@ class Evictor:
         return max(self._capacity_bytes - self._low_bytes, self._capacity_bytes // 20)
 
     def shrink(self, check: Callable[[], None]) -> None:
-        """Evict down to the low watermark when the store is above the high one. ``check`` may raise between steps."""
+        """Evict down to the low watermark when the store is above the high one, in rounds: others can come between.
+
+        ``check``, which may raise, is called before each.
+        """
         if self._above(self._high_bytes) <= 0:
             return
-        while True:
+        check()
+        while self.evict(NO_TENANT, lambda: min(self._above(self._low_bytes), self.round_bytes)):
             check()
-            if not self.evict(NO_TENANT, lambda: min(self.round_bytes, self._above(self._low_bytes))):
-                return
+
+    def lower(self, tenant: bytes = NO_TENANT, need_bytes: int = 0) -> int:
+        """Evict a part of what is above the low watermark since the store was above the high one; returns the bytes."""
+        if not self._is_lowering:
+            return 0
+        low_bytes = max(self._low_bytes, min(need_bytes, self._capacity_bytes))
+        freed_bytes = self.evict(tenant, lambda: min(self._above(low_bytes), self._part_bytes()))
+        self._is_lowering = freed_bytes > 0 and self._above(low_bytes) > 0
+        return freed_bytes
+
+    def _part_bytes(self) -> int:
+        """What is above the high watermark, and AHEAD_OBJECTS of the mean size."""
+        usage = self._backend.usage()
+        return max(self._above(self._high_bytes), 0) + AHEAD_OBJECTS * usage.stored_bytes // max(usage.objects, 1)
 
     def make_room(self, tenant: bytes, need_bytes: int) -> bool:
         """Evict until what is reserved fits; False when the free space floor or ``objects_max`` forbids the put.
@@ -92,8 +112,8 @@ class Evictor:
         if not self._make_room_in_index(tenant):
             self._notices.warning("objects_max", "as many objects as objects_max allows are kept: no more are stored")
             return False
-        if self._above(self._high_bytes) > 0:
-            self.evict(tenant, lambda: self._above(max(self._low_bytes, min(need_bytes, self._capacity_bytes))))
+        self._is_lowering |= self._above(self._high_bytes) > 0
+        self.lower(tenant, need_bytes)
         short_bytes = self._below_floor(need_bytes)
         if short_bytes > 0:
             self.evict(tenant, lambda: self._below_floor(need_bytes))
@@ -252,6 +272,9 @@ class Evictor:
             outcomes = self._backend.delete([key for key, _ in victims])
         finally:
             gone = self._settle(victims, outcomes, cause)
+        self._backend.forget(
+            [victim for victim, outcome in zip(victims, outcomes, strict=True) if outcome is Outcome.ABSENT]
+        )
         return gone
 
     def _settle(self, victims: Victims, outcomes: Sequence[Outcome], cause: Cause) -> Victims:

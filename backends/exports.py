@@ -10,7 +10,7 @@ from typing import Protocol
 from hicache.backends.archive import ArchiveEnd, ArchiveHeader, ArchiveReader, encode_end, encode_header
 from hicache.backends.archive import encode_object_head as encode_head
 from hicache.backends.base import PutItem
-from hicache.backends.scrub import READ_BYTES, READ_OBJECTS, ReadableStore, read_objects
+from hicache.backends.scrub import READ_BYTES, READ_OBJECTS, Part, ReadableStore, read_objects
 from hicache.outcome import Outcome
 from hicache.tenancy import TENANT_BYTES, physical_key
 
@@ -26,7 +26,7 @@ def export_namespace(
     yield [encode_header(header)]
     objects = payload_bytes = 0
     start = physical_key(tenant, after) if after else b""
-    for read in read_objects(store, after=start, wanted=lambda owner, its_tag: (owner, its_tag) == (tenant, tag)):
+    for read in read_objects(store, after=start, part=Part(tenant, tag)):
         parts: list[bytes | memoryview] = []
         for found, payload, outcome in zip(read.objects, read.payloads, read.outcomes, strict=True):
             if outcome is Outcome.OK:

@@ -138,6 +138,10 @@ class FaultyBackend:
         passed = iter(self._inner.delete([key for key, is_hit in zip(keys, hit, strict=True) if not is_hit]))
         return [Outcome.IO_ERROR if is_hit else next(passed) for is_hit in hit]
 
+    def forget(self, gone: Sequence[tuple[bytes, int]]) -> None:
+        """See ``Backend.forget``."""
+        self._inner.forget(gone)
+
     def touch(self, used: Sequence[tuple[bytes, float]]) -> None:
         """See ``Backend.touch``."""
         _, hit = self._meet("touch", [key for key, _ in used])
@@ -147,9 +151,9 @@ class FaultyBackend:
         """See ``Backend.scan``."""
         return self._inner.scan()
 
-    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+    def walk(self, *, after: bytes = b"", tenant: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``."""
-        return self._inner.walk(after=after)
+        return self._inner.walk(after=after, tenant=tenant)
 
     def usage(self) -> Usage:
         """See ``Backend.usage``."""

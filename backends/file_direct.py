@@ -14,12 +14,12 @@ from pathlib import Path
 
 from hicache.backends.file_calls import FileCalls
 from hicache.backends.file_layout import BLOCK_BYTES
+from hicache.memory_limits import total_memory_bytes
 from hicache.notices import Notices
 
 BOUNCE_BYTES = 1 << 20
 PROBE_BYTES = 16 << 20
 WIN_MIN = 1.1  # times the speed of a cold read through the page cache
-MEMORY_BYTES = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 class DirectReader:
@@ -75,11 +75,11 @@ def is_aligned(part: memoryview) -> bool:
 def wins(directory: Path, *, setting: str, capacity_bytes: int, notices: Notices) -> bool:
     """Whether objects that are not in memory are to be read past the page cache.
 
-    ``auto``: when the memory of the machine cannot hold the store, so that what one read brings into the page cache
-    pushes out what another would find there, and when a cold read is WIN_MIN times as fast in a trial here. The trial
-    writes and reads PROBE_BYTES.
+    ``auto``: when the memory of the machine, or of the container, cannot hold the store, so that what one read brings
+    into the page cache pushes out what another would find there, and when a cold read is WIN_MIN times as fast in a
+    trial here. The trial writes and reads PROBE_BYTES.
     """
-    if setting != "auto" or capacity_bytes <= MEMORY_BYTES:
+    if setting != "auto" or capacity_bytes <= total_memory_bytes():
         return setting == "on"
     try:
         cached_s, direct_s = _probe(directory)

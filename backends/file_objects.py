@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from hicache.backends.base import UNKNOWN_TAG, GetItem, PutItem
 from hicache.backends.file_calls import FileCalls, read_all, write_all
 from hicache.backends.file_direct import DirectReader
-from hicache.backends.file_layout import HEADER_BYTES, ObjectHeader, decode_header
+from hicache.backends.file_layout import FAN_OUT, HEADER_BYTES, ObjectHeader, decode_header
 from hicache.backends.file_spares import SpareFiles
 from hicache.backends.file_writer import WriterFolder
 from hicache.checksum import payload_hasher
@@ -62,10 +62,8 @@ class ObjectFiles:
 
         FileExistsError: another process was faster.
         """
-        spare = self._spares.take(item.payload.nbytes)
-        unfinished = spare or self._writer.new_path()
+        unfinished, fd = self._open_unfinished(item.payload.nbytes)
         try:
-            fd = self._calls.create(unfinished) if spare is None else self._calls.reopen(unfinished)
             try:
                 self._write_object(fd, item)
                 if self._is_synced:
@@ -76,6 +74,24 @@ class ObjectFiles:
         except BaseException:
             self.unlink([unfinished])
             raise
+
+    def _open_unfinished(self, size_bytes: int) -> tuple[str, int]:
+        """A file to be written, and its name: a spare one of this size if there is any."""
+        while (spare := self._spares.take(size_bytes)) is not None:
+            try:
+                return spare, self._calls.reopen(spare)
+            except FileNotFoundError:  # somebody has cleaned up
+                continue
+            except OSError:
+                self.unlink([spare])
+                raise
+        unfinished = self._writer.new_path()
+        try:
+            return unfinished, self._calls.create(unfinished)
+        except FileNotFoundError:
+            self._writer.restore()
+            unfinished = self._writer.new_path()
+            return unfinished, self._calls.create(unfinished)
 
     def _write_object(self, fd: int, item: PutItem) -> None:
         raw = item.payload.cast("B")
@@ -100,9 +116,17 @@ class ObjectFiles:
     def _publish(self, unfinished: str, path: str) -> None:
         try:
             self._name(unfinished, path)
-        except FileNotFoundError:  # the first object of its folder
-            self._calls.make_folder(os.path.dirname(path))
+        except FileNotFoundError:  # the first object of all, or somebody has cleaned up
+            folder = os.path.dirname(path)
+            self._calls.make_folder(folder)
+            self._make_folders(os.path.dirname(folder))
             self._name(unfinished, path)
+
+    def _make_folders(self, root: str) -> None:
+        """All of them, so that from then on an object takes no more inodes than the eviction of another gives back."""
+        with contextlib.suppress(OSError):
+            for number in range(FAN_OUT):
+                os.makedirs(f"{root}/{number:02x}", exist_ok=True)
 
     def _name(self, unfinished: str, path: str) -> None:
         """A rename would replace what another process has put there meanwhile; a link tells."""
@@ -235,7 +259,9 @@ class ObjectFiles:
                 aside = self._writer.new_path()
                 self._calls.rename(path, aside)
             except FileNotFoundError:
-                raise
+                if not os.path.exists(path):
+                    raise
+                return None  # it is the writer's folder that is not there
             except OSError:
                 return None
             return aside

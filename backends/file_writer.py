@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import itertools
 import os
+import re
 import secrets
 import shutil
 import struct
@@ -18,6 +20,7 @@ from hicache.backends.forks import forget, keep_from_children
 from hicache.backends.lock import names_file
 
 ALIVE_SUFFIX = ".alive"
+_WRITER = re.compile(r"[0-9]+-[0-9a-f]{8}")  # the name of a folder
 _REPORT = struct.Struct("<qqqq")  # objects, payload and stored bytes added less removed; bytes in spare files
 
 
@@ -47,7 +50,17 @@ class WriterFolder:
         with self._lock:
             if self._fd is None:
                 self._make()
-        return f"{self._folder}/{next(self._numbers)}"
+            return f"{self._folder}/{next(self._numbers)}"
+
+    def restore(self) -> None:
+        """Make the folder again, where somebody has removed it: there are programs that clean up old files. Raises
+        OSError."""
+        with self._lock:
+            if self._fd is not None and names_file(self._alive, self._fd):
+                self._calls.make_folder(str(self._folder))
+                return
+            self._let_go()
+            self._make()
 
     @property
     def alive_name(self) -> str:
@@ -87,7 +100,12 @@ class WriterFolder:
         """Remove the folder with whatever is in it. Idempotent."""
         if self._fd is not None and os.getpid() == self._pid:
             shutil.rmtree(self._folder, ignore_errors=True)
-            self._alive.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # on a medium that has become read-only, say: the next opener does it
+                self._alive.unlink()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        if self._fd is not None:
             forget(self._fd)
             os.close(self._fd)
             self._fd = None
@@ -109,7 +127,9 @@ def remove_dead_writers(root: Path) -> int:
     """
     if not root.exists():
         return 0
-    return sum(_remove_if_dead(alive) for alive in sorted(root.glob(f"*{ALIVE_SUFFIX}")))
+    alive = set(root.glob(f"*{ALIVE_SUFFIX}"))
+    alive |= {path.with_name(path.name + ALIVE_SUFFIX) for path in root.iterdir() if _WRITER.fullmatch(path.name)}
+    return sum(_remove_if_dead(path) for path in sorted(alive))
 
 
 def orphan_number(removed: int) -> Number:
@@ -121,8 +141,8 @@ def orphan_number(removed: int) -> Number:
 def _remove_if_dead(alive: Path) -> int:
     try:
         fd = os.open(alive, os.O_RDWR | os.O_CLOEXEC)
-    except FileNotFoundError:
-        return 0
+    except FileNotFoundError:  # somebody has cleaned up; a writer that lives makes another folder
+        return _remove_folder(alive.with_suffix(""))
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         removed = _remove_folder(alive.with_suffix(""))

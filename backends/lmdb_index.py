@@ -89,20 +89,25 @@ class Index:
                     renewed = replace(record, used_at_s=used_at_s)
                     txn.put(key, renewed.encode(key), db=self._env.index)
 
-    def records(self, *, after: bytes = b"") -> Iterator[list[tuple[bytes, bytes]]]:
-        """All records in the order of their keys, from behind ``after`` on, in batches of KEYS_PER_TRANSACTION. What
-        changes meanwhile may be missed."""
-        start: bytes | None = after and after + b"\0"  # no key is between the two
+    def records(self, *, after: bytes = b"", prefix: bytes = b"") -> Iterator[list[tuple[bytes, bytes]]]:
+        """All records whose keys begin with ``prefix``, in the order of their keys, from behind ``after`` on, in
+        batches of KEYS_PER_TRANSACTION. What changes meanwhile may be missed."""
+        start: bytes | None = max(after and after + b"\0", prefix)  # no key is between the first two
         while start is not None:
-            batch, start = self._records_from(start)
+            batch, start = self._records_from(start, prefix)
             yield batch
 
-    def _records_from(self, start: bytes) -> tuple[list[tuple[bytes, bytes]], bytes | None]:
+    def _records_from(self, start: bytes, prefix: bytes) -> tuple[list[tuple[bytes, bytes]], bytes | None]:
         """Records from a key on, and where to go on; None at the end."""
         batch: list[tuple[bytes, bytes]] = []
         with self._env.read() as txn, txn.cursor(self._env.index) as cursor:
-            is_positioned = cursor.set_range(start) if start else cursor.first()
-            while is_positioned and len(batch) < KEYS_PER_TRANSACTION:
-                batch.append((bytes(cursor.key()), bytes(cursor.value())))
-                is_positioned = cursor.next()
-            return batch, bytes(cursor.key()) if is_positioned else None
+            if not (cursor.set_range(start) if start else cursor.first()):
+                return batch, None
+            for found, raw in cursor:  # from there on
+                key = bytes(found)
+                if not key.startswith(prefix):
+                    break
+                if len(batch) == KEYS_PER_TRANSACTION:
+                    return batch, key
+                batch.append((key, bytes(raw)))
+        return batch, None

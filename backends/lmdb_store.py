@@ -291,6 +291,9 @@ class LmdbBackend:
         if any(record is None for _, record in records):
             self._notices.warning("record", "a damaged index record was dropped; its space is free after a restart")
 
+    def forget(self, gone: Sequence[tuple[bytes, int]]) -> None:
+        """See ``Backend.forget``. What is in the index takes its space, and nothing else does."""
+
     def touch(self, used: Sequence[tuple[bytes, float]]) -> None:
         """See ``Backend.touch``."""
         self._unchanged = None
@@ -311,10 +314,10 @@ class LmdbBackend:
                 [(found.key, found.size_bytes, found.used_at_s) for found in batch if found.size_bytes]
             )
 
-    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+    def walk(self, *, after: bytes = b"", tenant: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``. In the order of the keys."""
         try:
-            for records in self._index.records(after=after):
+            for records in self._index.records(after=after, prefix=tenant):
                 yield [_walked(key, decode_record(key, raw)) for key, raw in records]
         except lmdb.Error as error:
             raise BackendError(f"the index cannot be read: {error}") from error

@@ -302,6 +302,9 @@ class MooncakeBackend:
             outcomes.append(outcome if outcome in (Outcome.OK, Outcome.ABSENT) else Outcome.IO_ERROR)
         return outcomes
 
+    def forget(self, gone: Sequence[tuple[bytes, int]]) -> None:
+        """Nothing: the master knows what there is."""
+
     def touch(self, used: Sequence[tuple[bytes, float]]) -> None:
         """Nothing: the store takes an object that is looked up or read for a used one."""
 
@@ -317,7 +320,7 @@ class MooncakeBackend:
             found = [(key_of_name(name), copies.size_bytes - HEADER_BYTES) for name, copies in located.items()]
             yield StoredBatch.of([(key, size, 0.0) for key, size in found if key is not None and size > 0])
 
-    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+    def walk(self, *, after: bytes = b"", tenant: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``: raises BackendError."""
         raise BackendError("a Mooncake store lists its objects in no order, and tells no namespaces")
 

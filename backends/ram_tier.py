@@ -117,6 +117,10 @@ class RamTier:
             for key in keys:
                 self._residents.drop(key)
 
+    def forget(self, gone: Sequence[tuple[bytes, int]]) -> None:
+        """See ``Backend.forget``."""
+        self._inner.forget(gone)
+
     def touch(self, used: Sequence[tuple[bytes, float]]) -> None:
         """See ``Backend.touch``."""
         self._inner.touch(used)
@@ -125,9 +129,9 @@ class RamTier:
         """See ``Backend.scan``."""
         return self._inner.scan()
 
-    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+    def walk(self, *, after: bytes = b"", tenant: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``."""
-        return self._inner.walk(after=after)
+        return self._inner.walk(after=after, tenant=tenant)
 
     def usage(self) -> Usage:
         """Of the backend."""

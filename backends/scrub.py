@@ -14,24 +14,32 @@ from hicache.tenancy import TENANT_BYTES
 READ_BYTES = 8 << 20  # at a time; one object where that is larger
 READ_OBJECTS = 128  # at a time
 
-Wanted = Callable[[bytes, int], bool]  # by the digest of a tenant and the tag of a namespace
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Which objects of a store: those of a tenant, by its digest, of a namespace, by its tag, or of both; else all."""
+
+    tenant: bytes = b""
+    tag: int | None = None
+
+    def has(self, found: WalkedObject) -> bool:
+        """Whether this is one of them."""
+        return found.key.startswith(self.tenant) and self.tag in (None, found.namespace_tag)
+
+
+EVERYTHING = Part()
 
 
 class ReadableStore(Protocol):
     """What is read here: an ObjectStore, or what is like one. Thread-safe and blocking."""
 
-    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+    def walk(self, *, after: bytes = b"", tenant: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``."""
         ...
 
     def verify(self, items: Sequence[GetItem]) -> list[Outcome]:
         """See ``ObjectStore.verify``."""
         ...
-
-
-def everything(tenant: bytes, tag: int) -> bool:
-    """Wants all objects."""
-    return True
 
 
 @dataclass(slots=True)
@@ -64,15 +72,15 @@ class ScrubProgress:
         return self.corrupt == self.unreadable == 0
 
 
-def scrub(store: ReadableStore, *, after: bytes = b"", wanted: Wanted = everything) -> Iterator[ScrubProgress]:
-    """Verifies every object behind ``after`` that is ``wanted``, and drops what is corrupt, as a get does.
+def scrub(store: ReadableStore, *, after: bytes = b"", part: Part = EVERYTHING) -> Iterator[ScrubProgress]:
+    """Verifies every object of this part behind ``after``, and drops what is corrupt, as a get does.
 
     Yields how far it has come (always the same object) after each READ_BYTES, and at least once: whoever iterates sets
     the pace. Neither order of eviction nor leases change. Raises BackendError where the store cannot be listed.
     """
     progress = ScrubProgress(after)
     yield progress
-    for read in read_objects(store, after=after, wanted=wanted):
+    for read in read_objects(store, after=after, part=part):
         for found, outcome in zip(read.objects, read.outcomes, strict=True):
             progress.note(outcome, found.size_bytes)
         progress.after = read.after
@@ -86,14 +94,14 @@ class ReadObjects:
     objects: list[WalkedObject]
     payloads: list[memoryview]
     outcomes: list[Outcome]
-    after: bytes  # the last key that was listed, wanted or not
+    after: bytes  # the last key that was listed, of the part or not
 
 
-def read_objects(store: ReadableStore, *, after: bytes = b"", wanted: Wanted = everything) -> Iterator[ReadObjects]:
+def read_objects(store: ReadableStore, *, after: bytes = b"", part: Part = EVERYTHING) -> Iterator[ReadObjects]:
     """Objects and their bytes in the order of the store, a bounded number at a time; the buffer is the only memory."""
     buffer = bytearray(READ_BYTES)
-    for batch in store.walk(after=after):
-        for group, last in _groups(batch, wanted):
+    for batch in store.walk(after=after, tenant=part.tenant):
+        for group, last in _groups(batch, part):
             size_bytes = sum(found.size_bytes for found in group)
             if size_bytes > len(buffer):
                 buffer = bytearray(size_bytes)
@@ -102,13 +110,13 @@ def read_objects(store: ReadableStore, *, after: bytes = b"", wanted: Wanted = e
             yield ReadObjects(group, payloads, store.verify(items) if items else [], last)
 
 
-def _groups(batch: list[WalkedObject], wanted: Wanted) -> Iterator[tuple[list[WalkedObject], bytes]]:
-    """Those that are wanted, as many as are read at a time, and the last key that was looked at with them."""
+def _groups(batch: list[WalkedObject], part: Part) -> Iterator[tuple[list[WalkedObject], bytes]]:
+    """Those of the part, as many as are read at a time, and the last key that was looked at with them."""
     group: list[WalkedObject] = []
     size_bytes = 0
     last = b""
     for found in batch:
-        if wanted(found.key[:TENANT_BYTES], found.namespace_tag):
+        if part.has(found):
             if group and (size_bytes + found.size_bytes > READ_BYTES or len(group) >= READ_OBJECTS):
                 yield group, last
                 group, size_bytes = [], 0
@@ -174,15 +182,15 @@ class DropProgress:
     outcomes: Counter[Outcome] = field(default_factory=Counter)
 
 
-def drop(store: DeletableStore, *, wanted: Wanted, keys_max: int = 256) -> Iterator[DropProgress]:
-    """Deletes what is ``wanted``, ``keys_max`` objects at a time; yields how far it has come, at least once.
+def drop(store: DeletableStore, *, part: Part, keys_max: int = 256) -> Iterator[DropProgress]:
+    """Deletes this part, ``keys_max`` objects at a time; yields how far it has come, at least once.
 
     Leases and pins do not keep what its owner drops. Objects that are stored meanwhile may stay.
     """
     progress = DropProgress()
     yield progress
-    for batch in store.walk():
-        chosen = [found for found in batch if wanted(found.key[:TENANT_BYTES], found.namespace_tag)]
+    for batch in store.walk(tenant=part.tenant):
+        chosen = [found for found in batch if part.has(found)]
         for start in range(0, len(chosen), keys_max):
             some = chosen[start : start + keys_max]
             outcomes = store.delete([found.key for found in some])

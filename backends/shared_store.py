@@ -136,9 +136,9 @@ class SharedStore:
         """See ``Backend.stored_bytes``."""
         return self._backend.stored_bytes(size_bytes)
 
-    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+    def walk(self, *, after: bytes = b"", tenant: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``."""
-        return self._backend.walk(after=after)
+        return self._backend.walk(after=after, tenant=tenant)
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
         """See ``Backend.put``."""

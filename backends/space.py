@@ -22,6 +22,14 @@ def free_bytes(path: Path) -> int:
     return stat.f_bavail * stat.f_frsize
 
 
+def why_full(path: Path) -> str:
+    """What a full file system does not say by itself: that it is not bytes that it has run out of."""
+    stat = os.statvfs(path)
+    if stat.f_files and stat.f_favail == 0 and stat.f_bavail:
+        return f"; there is space, but all of its {stat.f_files} inodes are taken (df -i)"
+    return ""
+
+
 def total_bytes(path: Path) -> int:
     """The size of the file system of ``path``."""
     stat = os.statvfs(path)

@@ -205,27 +205,34 @@ class ObjectStore:
             self._catalog.reads.append(reading)
             self._catalog.counters.begin(operation, len(items))
         outcomes = [Outcome.IO_ERROR] * len(items)
+        lost: list[tuple[bytes, int]] = []
         try:
             read = iter(self._backend.get_into([item for item, is_known in zip(items, known, strict=True) if is_known]))
             outcomes = [next(read) if is_known else Outcome.ABSENT for is_known in known]
         finally:
             with self._lock:
-                self._note_read(items, outcomes, reading, operation)
+                lost = self._note_read(items, outcomes, reading, operation)
                 self._catalog.reads.remove(reading)
+        self._backend.forget(lost)
         return outcomes
 
     def _note_read(
         self, items: Sequence[GetItem], outcomes: list[Outcome], reading: Read, operation: Operation
-    ) -> None:
-        """Count it, and forget what is not there or was dropped, unless it has been stored anew meanwhile."""
+    ) -> list[tuple[bytes, int]]:
+        """Count it, and forget what is not there or was dropped, unless it has been stored anew meanwhile. Returns what
+        is not there, with its size."""
         self._catalog.counters.end(operation, outcomes)
+        lost: list[tuple[bytes, int]] = []
         for item, outcome in zip(items, outcomes, strict=True):
             if outcome in (Outcome.ABSENT, Outcome.CORRUPT) and item.key in reading.keys:
-                self._catalog.lose(item.key)
+                size_bytes = self._catalog.lose(item.key)
+                if outcome is Outcome.ABSENT and size_bytes is not None:
+                    lost.append((item.key, size_bytes))
         if operation is Operation.GET:
             read = [item for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK]
             self._catalog.refresh([item.key for item in read])
             self._catalog.counters.bytes_read += sum(item.target.nbytes for item in read)
+        return lost
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
         """See ``Backend.put``. Evicts at the high watermark down to the low one, and at a quota of the tenant's own.
@@ -252,18 +259,23 @@ class ObjectStore:
                 outcomes = self._backend.delete(keys)
             finally:
                 with self._lock:
-                    self._note_deleted(keys, outcomes, sizes)
+                    lost = self._note_deleted(keys, outcomes, sizes)
+            self._backend.forget(lost)
             return outcomes
 
-    def _note_deleted(self, keys: Sequence[bytes], outcomes: list[Outcome], sizes: Mapping[bytes, int | None]) -> None:
-        """Count a delete, and take back what could not be deleted; a key that is there twice failed if it did once."""
+    def _note_deleted(
+        self, keys: Sequence[bytes], outcomes: list[Outcome], sizes: Mapping[bytes, int | None]
+    ) -> list[tuple[bytes, int]]:
+        """Count a delete, and take back what could not be deleted; a key that is there twice failed if it did once.
+        Returns what should have been there and was not, with its size."""
         self._catalog.counters.end(Operation.DELETE, outcomes)
         failed = {key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.IO_ERROR}
-        for key, size_bytes in sizes.items():
-            if size_bytes is None:
-                continue
+        first = dict(zip(reversed(keys), reversed(outcomes), strict=True))
+        known = [(key, size_bytes) for key, size_bytes in sizes.items() if size_bytes is not None]
+        for key, size_bytes in known:
             settle = self._catalog.take_back if key in failed else self._catalog.removed
             settle(key, size_bytes, Cause.DELETED)
+        return [(key, size_bytes) for key, size_bytes in known if first[key] is Outcome.ABSENT]
 
     def forget_tenant(self, tenant: bytes) -> bool:
         """Drop the key of the tenant with this digest: whatever is left of its objects, here or in a copy of the
@@ -274,12 +286,13 @@ class ObjectStore:
         return self._keys is not None and self._keys.drop(tenant)
 
     def sweep(self) -> int:
-        """Remove a bounded number of expired objects, and return it: ask again until it is 0. They are absent anyway.
+        """Remove some of what has expired, or of what is above the low watermark since the high one was crossed.
 
-        To be called now and then; also has times of use written where no get or put does.
+        Returns 0 when there is nothing of either: ask again until then. What has expired is absent anyway. To be called
+        now and then; also has times of use written where no get or put does.
         """
         self._recency.write_when_due()
-        return self._evictor.sweep() if self._catalog.limits.has_ttl else 0
+        return self._evictor.lower() or (self._evictor.sweep() if self._catalog.limits.has_ttl else 0)
 
     def resize(self, capacity_bytes: int, attempt: Attempt | None = None) -> None:
         """Another capacity from now on, beside other calls; a smaller one evicts first. One at a time.
@@ -326,9 +339,9 @@ class ObjectStore:
         """See ``Backend.stored_bytes``."""
         return self._backend.stored_bytes(size_bytes)
 
-    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
+    def walk(self, *, after: bytes = b"", tenant: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``. Neither counts as use nor waits for those who do."""
-        return self._backend.walk(after=after)
+        return self._backend.walk(after=after, tenant=tenant)
 
     def set_limits(self, limits: StoreLimits) -> None:
         """Other limits of tenants from now on. A quota that became smaller holds from the tenant's next put on."""

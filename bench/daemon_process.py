@@ -14,6 +14,7 @@ from hicache.errors import HiCacheError
 START_TIMEOUT_S = 120.0
 STOP_TIMEOUT_S = 20.0
 TOKEN = "token-of-the-benchmarks"
+OTHER, OTHER_TOKEN = "other", "token-of-another-tenant"
 DAEMON_MODULE = "hicache.daemon"
 _POLL_S = 0.005
 
@@ -23,7 +24,7 @@ class BenchError(HiCacheError):
 
 
 class DaemonProcess:
-    """A real hicached with one tenant, on a Unix socket and a TCP port of the loopback interface."""
+    """A real hicached with two tenants, on a Unix socket and a TCP port of the loopback interface."""
 
     def __init__(
         self,
@@ -58,7 +59,7 @@ class DaemonProcess:
         } | (settings or {})
         self._flags = [f"--{name}={value}" for name, value in flags.items()]
         tenants = folder / "tenants"
-        tenants.write_text(f"bench {TOKEN}\n")
+        tenants.write_text(f"bench {TOKEN}\n{OTHER} {OTHER_TOKEN}\n")
         tenants.chmod(0o600)
 
     def start(self) -> float:

@@ -10,10 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
+from typing import Literal
 
 from bench.daemon_process import TOKEN, BenchError, DaemonProcess
 from bench.lookup_index import IndexRow
-from bench.small_objects_daemon import OBJECT_BYTES, STORED_BYTES
+from bench.small_objects_daemon import MODULE, OBJECT_BYTES, STORED_BYTES
 from bench.store_client import SPEC, BenchMemory
 from hicache.client import DaemonL3
 from hicache.l3 import L3Item
@@ -21,10 +22,17 @@ from hicache.outcome import Outcome
 
 LOOKUP_KEYS = 2000
 TRANSFER_KEYS = 100
+RECENT_KEYS = 100  # stored last, so that they are there after evictions
 FILL_KEYS = 4096
 TIMEOUT_S = 60.0
-_DISK_BYTES_PER_OBJECT = 2 * STORED_BYTES  # generous: the map has room to move and an index
-_MEMORY_BYTES_PER_OBJECT = STORED_BYTES + 1024  # page cache and index
+LEAVING_PART = 10  # of the objects, beside them: what a tenant has who is erased in the end
+HIGH_WATERMARK = 0.95
+CAPACITY_BYTES_MIN = 1 << 20  # of hicached
+_DISK_BYTES_PER_OBJECT = {
+    "lmdb": 3 * STORED_BYTES["lmdb"],
+    "file": STORED_BYTES["file"] + 512,
+}  # with index and folders
+_MEMORY_BYTES_PER_OBJECT = 1024  # index and what must stay of the page cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +52,7 @@ class CountRow:
 class RestartRow:
     """Seconds from the start of the process until clients are served; ``empty_s`` is that of an empty store."""
 
+    ended_by: str  # what ended the process before
     objects: int
     ready_s: float
     empty_s: float
@@ -55,17 +64,14 @@ def counts_up_to(objects_max: int) -> list[int]:
     return [*counts, objects_max]
 
 
-def why_not(objects: int, folder: Path) -> str | None:
+def why_not(objects: int, folder: Path, *, backend: str) -> str | None:
     """What the machine lacks for so many objects; None when nothing."""
-    free_bytes = shutil.disk_usage(folder).free
-    if free_bytes < objects * _DISK_BYTES_PER_OBJECT:
-        return (
-            f"{objects} objects want {objects * _DISK_BYTES_PER_OBJECT >> 20} MiB of disk, there are {free_bytes >> 20}"
-        )
-    available_bytes = _available_memory_bytes()
-    if available_bytes < objects * _MEMORY_BYTES_PER_OBJECT:
-        wanted = objects * _MEMORY_BYTES_PER_OBJECT >> 20
-        return f"{objects} objects want {wanted} MiB of memory, there are {available_bytes >> 20}"
+    free_bytes, wanted_bytes = shutil.disk_usage(folder).free, objects * _DISK_BYTES_PER_OBJECT[backend]
+    if free_bytes < wanted_bytes:
+        return f"{objects} objects want {wanted_bytes >> 20} MiB of disk, there are {free_bytes >> 20}"
+    available_bytes, wanted_bytes = _available_memory_bytes(), objects * _MEMORY_BYTES_PER_OBJECT
+    if available_bytes < wanted_bytes:
+        return f"{objects} objects want {wanted_bytes >> 20} MiB of memory, there are {available_bytes >> 20}"
     return None
 
 
@@ -75,32 +81,36 @@ def _available_memory_bytes() -> int:
 
 
 class CountBench:
-    """One daemon that is filled further and further. Close it."""
+    """One daemon that is filled further and further, until it is full up to its high watermark. Close it."""
 
-    def __init__(self, folder: Path, *, objects_max: int, repetitions: int) -> None:
+    def __init__(self, folder: Path, *, backend: str, counts: Sequence[int], repetitions: int) -> None:
         self._repetitions = repetitions
-        capacity_bytes = (objects_max + objects_max // 5 + 20_000) * STORED_BYTES * 10 // 9  # below the high watermark
-        self._daemon = DaemonProcess(
-            folder, backend="lmdb", capacity_bytes=capacity_bytes, module="bench.small_objects_daemon"
+        room = counts[-1] + counts[-1] // LEAVING_PART + len(counts) * repetitions * TRANSFER_KEYS
+        self.daemon = DaemonProcess(
+            folder,
+            backend=backend,
+            capacity_bytes=max(int(room * STORED_BYTES[backend] / HIGH_WATERMARK) + 1, CAPACITY_BYTES_MIN),
+            module=MODULE,
+            settings={"http": "127.0.0.1:0", "high-watermark": str(HIGH_WATERMARK)},
         )
-        self._empty_s = self._daemon.start()
-        self._empty_bytes = self._daemon.heap_bytes()
+        self._empty_s = self.daemon.start()
+        self._empty_bytes = self.daemon.heap_bytes()
         self._memory = BenchMemory(FILL_KEYS * OBJECT_BYTES, is_shared=True)
-        self._l3 = self._connect()
-        self._count = 0
+        self._l3 = self.connect()
+        self.count = 0  # of objects, the last of which are there if any is
         self._random = random.Random(7)
 
-    def _connect(self) -> DaemonL3:
-        l3 = DaemonL3(self._daemon.address("memory"), spec=SPEC, memory=self._memory, token=TOKEN)
+    def connect(self, token: str = TOKEN) -> DaemonL3:
+        """A session of a tenant, over the memory of this benchmark. Close it."""
+        l3 = DaemonL3(self.daemon.address("memory"), spec=SPEC, memory=self._memory, token=token)
         if not l3.wait_ready(timeout_s=10):
             raise BenchError(f"no session: {l3.status().reason}")
         return l3
 
     def measure(self, objects: int) -> CountRow:
         """Fill up to so many objects and measure with them."""
-        while self._count < objects:
-            self._put(self._new_keys(min(FILL_KEYS, objects - self._count)))
-        heap_bytes = (self._daemon.heap_bytes() - self._empty_bytes) / objects
+        self.put_new(objects - self.count)
+        heap_bytes = (self.daemon.heap_bytes() - self._empty_bytes) / objects
         lookups = self._times(lambda: self._some_keys(LOOKUP_KEYS), self._lookup)
         nulls = self._times(lambda: self._some_keys(1), self._lookup)
         gets = self._times(lambda: self._some_keys(TRANSFER_KEYS), self._get)
@@ -115,20 +125,38 @@ class CountBench:
             heap_bytes_per_object=round(heap_bytes, 1),
         )
 
-    def restart(self) -> RestartRow:
-        """Stop the daemon and start it on what it holds."""
+    def put_new(self, count: int) -> float:
+        """Store so many more; returns the seconds of the longest call."""
+        self.count += count
+        return self.put(range(self.count - count, self.count), self._l3)
+
+    def put(self, numbers: range, l3: DaemonL3) -> float:
+        """Store these in the session of a tenant; returns the seconds of the longest call."""
+        longest_s = 0.0
+        for first in range(0, len(numbers), FILL_KEYS):
+            keys = [object_key(number) for number in numbers[first : first + FILL_KEYS]]
+            start_s = time.perf_counter()
+            l3.put(_items(keys), timeout_s=TIMEOUT_S, done=_require)
+            longest_s = max(longest_s, time.perf_counter() - start_s)
+        return longest_s
+
+    def restart(self, ended_by: Literal["SIGTERM", "SIGKILL"]) -> RestartRow:
+        """End the daemon and start it on what it holds."""
         self._l3.close()
-        self._daemon.stop()
-        ready_s = self._daemon.start()
-        self._l3 = self._connect()
-        self._lookup(self._some_keys(LOOKUP_KEYS))  # raises unless all are still there
-        return RestartRow(self._count, round(ready_s, 3), round(self._empty_s, 3))
+        if ended_by == "SIGKILL":
+            self.daemon.kill()
+        else:
+            self.daemon.stop()
+        ready_s = self.daemon.start()
+        self._l3 = self.connect()
+        self._lookup([object_key(number) for number in range(self.count - RECENT_KEYS, self.count)])
+        return RestartRow(ended_by, self.count, round(ready_s, 3), round(self._empty_s, 3))
 
     def close(self) -> None:
         """End the daemon."""
         self._l3.close()
         self._memory.close()
-        self._daemon.kill()
+        self.daemon.kill()
 
     def _times(self, make: Callable[[], list[bytes]], work: Callable[[list[bytes]], None]) -> list[float]:
         times: list[float] = []
@@ -140,11 +168,11 @@ class CountBench:
         return times
 
     def _new_keys(self, count: int) -> list[bytes]:
-        self._count += count
-        return [object_key(number) for number in range(self._count - count, self._count)]
+        self.count += count
+        return [object_key(number) for number in range(self.count - count, self.count)]
 
     def _some_keys(self, count: int) -> list[bytes]:
-        return [object_key(self._random.randrange(self._count)) for _ in range(count)]
+        return [object_key(self._random.randrange(self.count)) for _ in range(count)]
 
     def _lookup(self, keys: list[bytes]) -> None:
         _require(self._l3.lookup(keys, timeout_s=TIMEOUT_S))

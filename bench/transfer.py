@@ -159,7 +159,7 @@ def main(json_path: str | None, quick: bool, device: str) -> None:
     elif torch.cuda.is_available():
         figures = cuda_figures(quick=quick)
         figures.show(console)
-        document = figures.document()
+        document = {"gpu": torch.cuda.get_device_name(), **figures.document()}
     else:
         console.print(MISSING)
         document = {**CudaFigures().document(), "missing": MISSING}

@@ -31,7 +31,7 @@ from hicache.backends.namespaces import (
     parse_namespace,
     tag_text,
 )
-from hicache.backends.scrub import Inventory, NamespaceUsage, ScrubProgress, Wanted, drop, scrub
+from hicache.backends.scrub import Inventory, NamespaceUsage, Part, ScrubProgress, drop, scrub
 from hicache.daemon.admin_api import AdminApi, AdminError, Call
 from hicache.daemon.background import Background, write
 from hicache.daemon.body_source import BodySource
@@ -94,12 +94,11 @@ class StoreVerbs:
 
     async def namespaces(self, call: Call[None]) -> Namespaces:
         """What is stored by namespace; with ``tenant``, of that one only."""
-        only = None if call.tenant is None else self._digest_of(call.tenant)
+        walk = self._store.walk(tenant=b"" if call.tenant is None else self._digest_of(call.tenant))
         inventory = Inventory()
-        async with self._background.steps("namespaces", self._store.walk(), caller=call.caller) as batches:
+        async with self._background.steps("namespaces", walk, caller=call.caller) as batches:
             async for batch in batches:
-                wanted = [found for found in batch if only is None or found.key[:TENANT_BYTES] == only]
-                inventory.add(wanted, self._store.stored_bytes)
+                inventory.add(batch, self._store.stored_bytes)
         rows = [self._row(tenant, tag, usage) for (tenant, tag), usage in inventory.usage.items()]
         rows.sort(key=lambda row: row.stored_bytes, reverse=True)
         return Namespaces(namespaces=rows, at_s=time.time())
@@ -134,12 +133,12 @@ class StoreVerbs:
                 "it is not stale; drop it by name, or stop the engines first",
             )
         log.info("a namespace is dropped", tenant=call.tenant, namespace=tag_text(tag), by=call.caller.name)
-        dropping = drop(self._store, wanted=lambda owner, its_tag: (owner, its_tag) == (tenant, tag))
+        dropping = drop(self._store, part=Part(tenant, tag))
         return await self._background.stream(request, "namespaces drop", dropping, caller=call.caller, line=drop_line)
 
     async def verify(self, call: Call[VerifyRequest], request: web.Request) -> web.StreamResponse:
         """Reads and checks what is stored, at a bounded rate; one at a time."""
-        wanted = self._wanted(call.tenant, call.body.namespace)
+        part = self._part(call.tenant, call.body.namespace)
         rate, after = call.body.bytes_per_s, _key(call.body.after)
         usage = self._store.usage()
         check_verify_rate(rate, payload_bytes=usage.payload_bytes)
@@ -154,7 +153,7 @@ class StoreVerbs:
             return progress.payload_bytes / rate - elapsed_s
 
         try:
-            scrubbing = scrub(self._store, after=after, wanted=wanted)
+            scrubbing = scrub(self._store, after=after, part=part)
             return await self._background.stream(
                 request, "verify", scrubbing, caller=call.caller, line=line, delay_s=delay_s
             )
@@ -219,10 +218,9 @@ class StoreVerbs:
                 self._names.meet(tenant.digest, header.namespace, header.descriptor, now_s=time.time())
         return namespace_tag(header.namespace)
 
-    def _wanted(self, tenant: str | None, namespace: str) -> Wanted:
-        owner = None if tenant is None else self._digest_of(tenant)
-        tag = parse_namespace(namespace) if namespace else None
-        return lambda its_owner, its_tag: owner in (None, its_owner) and tag in (None, its_tag)
+    def _part(self, tenant: str | None, namespace: str) -> Part:
+        digest = b"" if tenant is None else self._digest_of(tenant)
+        return Part(digest, parse_namespace(namespace) if namespace else None)
 
     def _tenant_named(self, name: str) -> Tenant:
         found = next((tenant for tenant in self._tenants.settings if tenant.name == name), None)

@@ -15,7 +15,7 @@ from hicache.admin.progress import drop_line
 from hicache.admin.tenant_messages import TenantAdd, TenantChange, TenantChanged, TenantList, TenantRow
 from hicache.admin.verbs import TENANT_ADD, TENANT_CHANGE, TENANT_ERASE, TENANTS
 from hicache.backends.namespaces import NamespaceNames
-from hicache.backends.scrub import DropProgress, drop
+from hicache.backends.scrub import DropProgress, Part, drop
 from hicache.daemon.admin_api import AdminApi, AdminError, Call
 from hicache.daemon.background import Background
 from hicache.daemon.reload import Reloader
@@ -179,7 +179,7 @@ class TenantVerbs:
         for _ in range(PASSES_MAX):
             found = 0
             before = DropProgress(total.objects, total.payload_bytes, total.outcomes.copy())
-            for progress in drop(store, wanted=lambda owner, _: owner == tenant):
+            for progress in drop(store, part=Part(tenant)):
                 found = progress.objects
                 total.objects = before.objects + progress.objects
                 total.payload_bytes = before.payload_bytes + progress.payload_bytes

@@ -25,6 +25,7 @@ from hicache.wire.bulk import BULK_ACCEPTED, BULK_HELLO, BULK_MAGIC, PEER_MAGIC
 from hicache.wire.protocol import RefusalCode
 from hicache.workers import QueueFull, Workers
 
+THREAD_LIMITS = "raise the limit on its tasks (TasksMax=, pids.max of the container, ulimit -u)"
 WATCH_S = 0.1  # how often connections are looked at
 STARTS_MAX = 4096  # connections that wait for their threads
 
@@ -95,7 +96,7 @@ class BulkSocket:
         """Reads the hello, and leaves the rest to a thread."""
         session = await self._session_of(connection, introduced)
         if session is not None:
-            self._start_thread(session, socket.socket(fileno=connection.detach()))
+            await self._start_thread(session, socket.socket(fileno=connection.detach()))
 
     async def _serve_over_tls(self, connection: socket.socket, introduced: Callable[[], None]) -> None:
         assert self._handshakes is not None, "there is a certificate"
@@ -112,7 +113,7 @@ class BulkSocket:
             if session is None:
                 secure.close()
         if session is not None:
-            self._start_thread(session, secure)
+            await self._start_thread(session, secure)
 
     async def _session_of(self, connection: socket.socket, introduced: Callable[[], None]) -> Session | None:
         """The session of a new connection, with room for it; None: the connection has its answer, and is over."""
@@ -130,35 +131,37 @@ class BulkSocket:
             return None
         return session
 
-    def _start_thread(self, session: Session, connection: socket.socket) -> None:
-        """Takes ``connection`` over. Whoever starts a thread waits until it runs: not the event loop."""
+    async def _start_thread(self, session: Session, connection: socket.socket) -> None:
+        """Takes ``connection`` over. Where no thread can be had, it is refused.
+
+        Whoever starts a thread waits until it runs: not the event loop.
+        """
         loop = asyncio.get_running_loop()
         bulk = BulkConnection(connection)
         session.connect(bulk)
 
-        def forget() -> None:
+        def serve() -> None:
+            self._calls.serve(bulk, session)
             with contextlib.suppress(RuntimeError):  # the loop is closed: the process ends
                 loop.call_soon_threadsafe(session.disconnect, bulk)
 
-        def serve() -> None:
-            self._calls.serve(bulk, session)
-            forget()
-
-        def started(starting: Future[None]) -> None:
-            error = None if starting.cancelled() else starting.exception()
-            if error is not None:  # a limit on threads, or on memory
-                self._notices.warning("threads", "a bulk connection has no thread: %s", error)
-            if error is not None or starting.cancelled():
-                bulk.close()
-                forget()
-
         thread = threading.Thread(target=serve, name="hicached-bulk", daemon=True)
+        starting: Future[None] | None = None
         try:
-            self._starting.submit(thread.start).future.add_done_callback(started)
-        except QueueFull:
-            session.disconnect(bulk)
-            bulk.close()
+            starting = self._starting.submit(thread.start).future
+            await asyncio.wrap_future(starting)
+        except asyncio.CancelledError:
+            if starting is not None and starting.cancelled():
+                session.disconnect(bulk)
+                bulk.close()
             raise
+        except (RuntimeError, QueueFull) as error:
+            session.disconnect(bulk)
+            refusal = Refusal(RefusalCode.TOO_MANY_CALLS, f"hicached {error}: {THREAD_LIMITS}")
+            self._notices.error("threads", "a bulk connection was refused: %s", refusal)
+            connection.setblocking(False)
+            await say(connection, refused(refusal))
+            bulk.close()
 
     async def _hello_of(self, connection: socket.socket) -> tuple[bytes, bytes]:
         """Magic and secret. Raises Refusal."""

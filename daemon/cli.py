@@ -24,6 +24,10 @@ EXIT_CONFIG = 2
 # no client has: what is left is TLS 1.3.
 GRPC_CIPHER_SUITES = "ECDHE-PSK-AES128-CBC-SHA"
 
+# By these prometheus_client keeps every metric in files of a folder that it shares with other processes, engines say.
+# They are inherited where an engine and hicached start from one environment, and hicached is one process.
+MULTIPROCESS_SETTINGS = ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir")
+
 Command = TypeVar("Command", bound=Callable[..., Any])  # Any: what click decorates
 
 
@@ -63,6 +67,8 @@ def _run(config: DaemonConfig, reread: Callable[[], DaemonConfig]) -> bool:
     # Read by gRPC when it is imported, below: its own lines would bury the one that explains a failed start.
     os.environ.setdefault("GRPC_VERBOSITY", "NONE")
     os.environ["GRPC_SSL_CIPHER_SUITES"] = GRPC_CIPHER_SUITES
+    for name in MULTIPROCESS_SETTINGS:
+        os.environ.pop(name, None)
     from prometheus_client import disable_created_metrics
 
     from hicache.daemon.process import serve

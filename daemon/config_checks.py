@@ -103,7 +103,8 @@ def _check_at_most(config: DaemonConfig, lower: str, upper: str) -> None:
 
 def _check_paths(config: DaemonConfig) -> None:
     if not os.path.isdir(os.path.dirname(config.socket)):
-        raise ConfigError("socket", config.socket, "a path in a directory that exists")
+        folder = os.path.dirname(config.socket)
+        raise ConfigError("socket", config.socket, f"a path in a directory that exists (mkdir -p {folder})")
     if config.ready_file and (
         os.path.isdir(config.ready_file) or not os.path.isdir(os.path.dirname(os.path.abspath(config.ready_file)))
     ):

@@ -10,7 +10,7 @@ import grpc
 
 from hicache.daemon.acceptor import BACKLOG
 from hicache.daemon.config import DaemonConfig
-from hicache.daemon.listeners import Listeners, remove_socket
+from hicache.daemon.listeners import Listeners
 from hicache.daemon.relay import STRANGERS_MAX, Relay
 from hicache.daemon.service import HiCachedService
 from hicache.daemon.sessions import CALLS_PER_SESSION_MAX, Sessions
@@ -79,17 +79,19 @@ class GrpcServer:
         """Ends the sessions, what still runs, and the connections."""
         self._sessions.close()
         if self._server is not None:
-            await self._server.stop(GRACE_S)
+            with self._listeners.files.keeping_others():
+                await self._server.stop(GRACE_S)
         for relay in self._relays:
             await relay.stop()
         for path in self._own_sockets:
-            remove_socket(path)
+            self._listeners.files.remove(path)
 
     def _bind_unix(self, server: grpc.aio.Server, path: str) -> None:
         remove_stale_socket("socket", path)
         with created_with_mode(self._config.socket_mode_bits):
             _bind(server, "socket", f"unix:{path}")
         self._own_sockets.append(path)
+        self._listeners.files.note(path)
         os.chmod(path, self._config.socket_mode_bits)
 
     def _bind_relayed(
@@ -105,6 +107,7 @@ class GrpcServer:
         with created_with_mode(0o600):
             _bind(server, setting, f"unix:{inner}", tls)
         self._own_sockets.append(inner)
+        self._listeners.files.note(inner)
         passed.listen(BACKLOG)
         relay = Relay(setting, passed, inner, connections_max=self._config.sessions_max + STRANGERS_MAX)
         relay.start()

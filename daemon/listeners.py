@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
 
@@ -70,6 +70,7 @@ class Listeners:
         self._inherited = list(inherited)
         self._stages = stages
         self._mode = mode
+        self.files = SocketFiles()
         for passed in inherited:
             stages.callback(passed.listener.close)
 
@@ -79,7 +80,8 @@ class Listeners:
             passed.listen(backlog)
             return passed
         listener = listen_unix(setting, path, mode=self._mode, backlog=backlog)
-        self._stages.callback(remove_socket, path)
+        self.files.note(path)
+        self._stages.callback(self.files.remove, path)
         self._stages.callback(listener.close)
         return listener
 
@@ -97,6 +99,8 @@ class Listeners:
         for passed in self._inherited:
             if passed.name == name or (passed.name not in NAMES and passed.address == address):
                 self._inherited.remove(passed)
+                if passed.listener.family == socket.AF_UNIX:
+                    self.files.note(passed.address)
                 return passed.listener
         return None
 
@@ -110,7 +114,50 @@ class Listeners:
             raise ConfigError("LISTEN_FDS", f"{passed.name or 'a socket'} at {passed.address}", expected)
 
 
-def remove_socket(path: str) -> None:
-    """Removes the file of a socket, if it is there."""
-    with contextlib.suppress(FileNotFoundError):
-        os.unlink(path)
+class SocketFiles:
+    """The files of Unix sockets, by which clients find them: nobody can connect to one whose file is gone."""
+
+    def __init__(self) -> None:
+        self._files: dict[str, os.stat_result] = {}
+
+    def note(self, path: str) -> None:
+        """A socket listens at ``path``."""
+        with contextlib.suppress(OSError):  # passed by somebody who sees other folders than we do
+            self._files[path] = os.stat(path)
+
+    def remove(self, path: str) -> None:
+        """It does not any more. What somebody else has made in its place stays."""
+        if (found := self._files.pop(path, None)) is not None and _is_there(path, found):
+            os.unlink(path)
+
+    @contextlib.contextmanager
+    def keeping_others(self) -> Iterator[None]:
+        """Within it a library may remove files of these sockets, as gRPC does with its own, whoever made what is there:
+        what somebody else has made is put back."""
+        others = [path for path, found in self._files.items() if os.path.exists(path) and not _is_there(path, found)]
+        kept = [(f"{path}.kept", path) for path in others]
+        with contextlib.suppress(OSError):
+            for aside, path in kept:
+                os.link(path, aside)
+        yield
+        for aside, path in kept:
+            with contextlib.suppress(OSError):
+                os.rename(aside, path)  # does nothing where both are the same file
+                os.unlink(aside)
+
+    def problem(self) -> str:
+        """Why clients cannot connect, for people; empty: they can."""
+        for path, found in list(self._files.items()):
+            if not _is_there(path, found):
+                return (
+                    f"the socket {path} is gone, or another is there: clients cannot connect any more. Was it removed "
+                    "with old files? Restart hicached, with hicached.socket where systemd made it"
+                )
+        return ""
+
+
+def _is_there(path: str, found: os.stat_result) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), found)
+    except OSError:
+        return False

@@ -1,51 +1,58 @@
-"""Where log lines go: to a descriptor that never holds up who writes, whatever becomes of its reader."""
+"""Standard error of hicached: a reader that is slow, stuck or gone costs log lines and nothing else."""
 
 from __future__ import annotations
 
-import io
 import os
 import select
 import threading
 
-PIECE_BYTES = select.PIPE_BUF  # a pipe, or a socket, that is ready to be written to takes so many
+PIECE_BYTES = select.PIPE_BUF  # so much can be written without waiting to what says that it can be written to
 
 
-class LogStream(io.TextIOBase):
-    """A reader that is slow, stopped or gone loses lines, and hears how many when it reads again. Thread-safe.
+class LogStream:
+    """What `logging` and structlog need of a text stream. Thread-safe; ``write`` never waits and never raises.
 
-    journald that is restarted, a pipe to a script that hangs: the daemon serves its clients all the same.
+    A pipe that is full, or broken, loses what is written to it, and hears how many lines that were when it can be
+    written to again. To a file everything goes, as long as its disk takes it.
     """
 
     def __init__(self, descriptor: int) -> None:
-        """``descriptor`` stays the caller's, and blocking: its file may be that of other processes, too."""
         self._descriptor = descriptor
+        self._poll = select.poll()
+        self._poll.register(descriptor, select.POLLOUT)
         self._lock = threading.Lock()
-        self._ready = select.poll()
-        self._ready.register(descriptor, select.POLLOUT)
-        self.lost_lines = 0
+        self._lost_count = 0
+        self._is_within_line = False
 
-    def write(self, text: str, /) -> int:
-        """Writes lines, or loses them."""
+    def write(self, text: str) -> int:
+        """Whole lines. Returns the number of characters, whatever became of them."""
         with self._lock:
-            if self.lost_lines:
-                self._write_all(f"{self.lost_lines} log lines were lost: nobody read them in time\n{text}", text)
-            else:
-                self._write_all(text, text)
+            raw = text.encode(errors="replace")
+            if self._lost_count:
+                said = f"{self._lost_count} log lines were lost: nobody read them\n".encode()
+                raw = b"\n" * self._is_within_line + said + raw
+            self._write(raw, lines=text.count("\n"))
         return len(text)
 
-    def _write_all(self, told: str, text: str) -> None:
-        """``told``, which ends with ``text``."""
-        raw = told.encode(errors="replace")
-        try:
-            for start in range(0, len(raw), PIECE_BYTES):
-                if not self._is_ready():
-                    self.lost_lines += text.count("\n")
-                    return
-                os.write(self._descriptor, raw[start : start + PIECE_BYTES])
-        except OSError:  # the reader is gone, or the disk is full
-            self.lost_lines += text.count("\n")
-            return
-        self.lost_lines = 0
+    def _write(self, raw: bytes, *, lines: int) -> None:
+        left = memoryview(raw)
+        while left and self._is_writable():
+            try:
+                left = left[os.write(self._descriptor, left[:PIECE_BYTES]) :]
+            except OSError:  # the reader has gone, or the disk is full
+                break
+        is_whole = not left
+        if len(left) < len(raw):
+            self._is_within_line = not is_whole
+            self._lost_count = 0
+        self._lost_count += 0 if is_whole else lines
 
-    def _is_ready(self) -> bool:
-        return any(events & select.POLLOUT for _, events in self._ready.poll(0))
+    def _is_writable(self) -> bool:
+        return any(events & select.POLLOUT for _, events in self._poll.poll(0))
+
+    def flush(self) -> None:
+        """Nothing is kept back."""
+
+    def isatty(self) -> bool:
+        """Whether it is a terminal."""
+        return os.isatty(self._descriptor)

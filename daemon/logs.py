@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import math
-import sys
 import time
 from collections.abc import Callable, MutableMapping
 from typing import Any, TextIO, cast
@@ -13,6 +12,7 @@ import structlog
 
 from hicache.daemon.log_stream import LogStream
 
+STDERR = 2
 SECRET_WORDS = ("token", "secret", "salt", "password")
 
 _LIBRARIES = ("aiohttp", "grpc")
@@ -24,15 +24,15 @@ _LEVEL_OF = _LEVELS | {"exception": logging.ERROR, "critical": logging.CRITICAL}
 
 
 def configure_logs(*, level: str, style: str) -> None:
-    """Sends the lines of structlog and of `logging` to stderr in one form, console or json. Nobody waits."""
-    stream = cast(TextIO, LogStream(sys.stderr.fileno()))  # it writes and flushes: all that is asked of it
+    """Sends the lines of structlog and of `logging` to stderr in one form: ``style`` is console or json."""
+    stream = cast(TextIO, LogStream(STDERR))
     renderer: structlog.typing.Processor
     if style == "json":
         renderer = structlog.processors.JSONRenderer()
     else:
         # Plain tracebacks: the pretty ones print local variables, and with them secrets and payloads.
         renderer = structlog.dev.ConsoleRenderer(
-            colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback
+            colors=stream.isatty(), exception_formatter=structlog.dev.plain_traceback
         )
     shared: list[structlog.typing.Processor] = [
         structlog.processors.add_log_level,

@@ -26,7 +26,7 @@ from hicache.daemon.hello import Hellos, Identity
 from hicache.daemon.http import CONNECTIONS_MAX
 from hicache.daemon.lifecycle_verbs import serve_lifecycle
 from hicache.daemon.listeners import Listeners, inherited_sockets
-from hicache.daemon.metrics import Metrics
+from hicache.daemon.metrics import Metrics, Readings
 from hicache.daemon.notify import Ready, remove_ready_file, write_ready_file
 from hicache.daemon.parts import (
     lock_socket,
@@ -45,6 +45,7 @@ from hicache.daemon.parts import (
 )
 from hicache.daemon.peers import PeerTickets
 from hicache.daemon.probes import Probes
+from hicache.daemon.readings import certificate_readings
 from hicache.daemon.recorder import Recorders
 from hicache.daemon.recovery import OpenedStore, RecoveryProgress, open_store, recover, wipe_at_stop
 from hicache.daemon.reload import Reloadable, Reloader
@@ -122,13 +123,16 @@ class Daemon:
         tenants = Tenants.load(config.tenants_file, defaults=config.tenant_defaults)
         limits = store_limits(config, tenants)
         tls, peer_tickets = ServerTls.of(config), PeerTickets()
+        self.metrics.registry.register(Readings(certificate_readings(tls)))
         self._authority.learn(config, tenants)
         lock_socket(config, stages)
         if config.ready_file:
             remove_ready_file(config.ready_file)
         listeners = Listeners(inherited_sockets(self._environment), stages, mode=config.socket_mode_bits)
         probes = Probes(
-            metrics=self._render_metrics, problem=lambda: self._health.problem, readiness=lambda: self._readiness
+            metrics=self._render_metrics,
+            problem=lambda: listeners.files.problem() or self._health.problem,
+            readiness=lambda: self._readiness,
         )
         stages.callback(self._rendering.close, timeout_s=0)
         http = await start_http(config, listeners, probes, self.admin, self.metrics, stages)

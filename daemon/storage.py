@@ -80,8 +80,8 @@ class Store(Protocol):
         """As ``get_into``, without counting as use."""
         ...
 
-    def walk(self, *, after: bytes = b"") -> Iterator[list[WalkedObject]]:
-        """All objects behind a key with their namespaces, in an order that stays."""
+    def walk(self, *, after: bytes = b"", tenant: bytes = b"") -> Iterator[list[WalkedObject]]:
+        """All objects behind a key, or those of a tenant, with their namespaces, in an order that stays."""
         ...
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:

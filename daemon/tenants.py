@@ -182,10 +182,12 @@ def _read_tenants(
     nothing.
     """
     try:
-        with open(file, encoding="utf-8") as source:
+        with open(file, encoding="utf-8-sig") as source:
             lines = source.read(TENANTS_FILE_CHARS_MAX + 1).splitlines()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(setting, file, f"a readable text file ({error})") from error
+        is_new = setting == "tenants_file" and isinstance(error, FileNotFoundError)
+        advice = f"; `hicache tenants add NAME --file {file}` makes one" if is_new else ""
+        raise ConfigError(setting, file, f"a readable text file ({error}){advice}") from error
     if sum(len(line) for line in lines) > TENANTS_FILE_CHARS_MAX - len(lines):
         raise ConfigError(setting, file, f"a file of at most {TENANTS_FILE_CHARS_MAX} characters")
     tokens: dict[bytes, Token] = {}

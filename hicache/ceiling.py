@@ -18,6 +18,7 @@ PRECISION = 14  # 2**14 registers of a byte: standard error 1.04 / 2**7 = 0.8%
 RANK_MAX = 33  # of 32 bits of the hash: good for 2**46 distinct keys
 SLICES = 12
 SLICE_S = 300.0
+BATCH_KEYS = 512  # an array costs 5 us before its first key: a few keys of one request alone would cost it 9
 
 
 class DistinctKeys:
@@ -102,19 +103,26 @@ class _Slice:
     distinct: DistinctKeys
     asked: int = 0
     missed: int = 0
+    waiting: list[bytes] = field(default_factory=list)  # missed, and not yet in ``distinct``
+
+    def take_in(self) -> None:
+        self.distinct.add(self.waiting)
+        self.waiting.clear()
 
 
 @dataclass(slots=True)
 class Ceiling:
-    """Counts over a window of SLICES that move on by SLICE_S. Thread-safe, 196 KiB at most.
+    """Counts over a window of SLICES that move on by SLICE_S. Thread-safe; 196 KiB, and the last BATCH_KEYS keys.
 
-    Only misses are counted as keys, so that a hit costs nothing. A key that was there, was evicted and is asked for
-    again within the window counts as new once: the ceiling is never above the true one, nor below the hit rate.
+    Only misses are counted as keys, so that a hit costs nothing, and in batches. A key that was there, was evicted and
+    is asked for again within the window counts as new once: the ceiling is never above the true one, nor below the hit
+    rate.
     """
 
     clock: Callable[[], float] = time.monotonic
     _seed: int = field(default_factory=lambda: secrets.randbits(64))
     _slices: deque[_Slice] = field(default_factory=lambda: deque(maxlen=SLICES))
+    _ends_at_s: float = -math.inf  # that of the last slice
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def note(self, asked: int, missed: Sequence[bytes]) -> None:
@@ -122,14 +130,16 @@ class Ceiling:
         with self._lock:
             current = self._current()
             current.asked += asked
-            current.missed += len(missed)
             if missed:
-                current.distinct.add(missed)
+                current.missed += len(missed)
+                current.waiting += missed
+                if len(current.waiting) >= BATCH_KEYS:
+                    current.take_in()
 
     def read(self) -> CeilingReading:
         """The last hour, the slice included that is not over."""
         with self._lock:
-            self._current()
+            self._current().take_in()
             distinct = DistinctKeys(self._seed)
             for part in self._slices:
                 distinct.merge(part.distinct)
@@ -139,8 +149,16 @@ class Ceiling:
 
     def _current(self) -> _Slice:
         now_s = self.clock()
+        if now_s >= self._ends_at_s:
+            self._go_on(now_s)
+        return self._slices[-1]
+
+    def _go_on(self, now_s: float) -> None:
+        """A slice has ended, and perhaps others before it."""
+        if self._slices:
+            self._slices[-1].take_in()
         while self._slices and now_s - self._slices[0].began_at_s >= SLICES * SLICE_S:
             self._slices.popleft()
-        if not self._slices or now_s - self._slices[-1].began_at_s >= SLICE_S:
-            self._slices.append(_Slice(math.floor(now_s / SLICE_S) * SLICE_S, DistinctKeys(self._seed)))
-        return self._slices[-1]
+        began_at_s = math.floor(now_s / SLICE_S) * SLICE_S
+        self._slices.append(_Slice(began_at_s, DistinctKeys(self._seed)))
+        self._ends_at_s = began_at_s + SLICE_S

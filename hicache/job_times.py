@@ -32,34 +32,24 @@ class JobNumbers:
 
 
 class JobTimes:
-    """Not thread-safe: with the lock of the directory."""
+    """Not thread-safe: with the lock of the directory. Objects are counted when their job ends, and those of open jobs
+    when somebody reads: a job that is handed out costs nothing but its place here."""
 
     def __init__(self, spec: CacheSpec) -> None:
         self._classes = classes_of(spec)
-        self._begun: Counter[LegClass] = Counter()
-        self._open: Counter[LegClass] = Counter()
         self._seconds: dict[LegClass, Histogram] = {}
-        self._jobs: dict[int, tuple[float, dict[LegClass, int]]] = {}
+        self._jobs: dict[int, tuple[float, Job]] = {}
 
     def begin(self, job: Job, now_s: float) -> None:
         """A job is handed out."""
-        leg = leg_of(job)
-        counts: dict[LegClass, int] = {}
-        for item in job.items:
-            name = leg, self._classes[item.group]
-            counts[name] = counts.get(name, 0) + 1
-        for name, count in counts.items():
-            self._begun[name] += count
-            self._open[name] += count
-        self._jobs[job.job_id] = now_s, counts
+        self._jobs[job.job_id] = now_s, job
 
     def end(self, job_id: int, now_s: float) -> None:
         """Every rank has answered. Nothing for a job that was not handed out."""
         if job_id not in self._jobs:
             return
-        begun_at_s, counts = self._jobs.pop(job_id)
-        for name, count in counts.items():
-            self._open[name] -= count
+        begun_at_s, job = self._jobs.pop(job_id)
+        for name, count in self._objects_of(job).items():
             self._seconds.setdefault(name, Histogram()).observe(now_s - begun_at_s, count=count)
 
     def end_all(self, is_open: Callable[[int], bool], now_s: float) -> None:
@@ -68,9 +58,21 @@ class JobTimes:
             self.end(job_id, now_s)
 
     def read(self) -> JobNumbers:
-        """As it is now."""
+        """As it is now. O(objects of open jobs), which the executor bounds."""
         seconds = {name: histogram.copy() for name, histogram in self._seconds.items()}
-        return JobNumbers(dict(self._begun), dict(self._open), seconds)
+        still_open: Counter[LegClass] = Counter(dict.fromkeys(seconds, 0))
+        for _, job in self._jobs.values():
+            still_open.update(self._objects_of(job))
+        begun = {name: count + seconds.get(name, Histogram()).count for name, count in still_open.items()}
+        return JobNumbers(begun, dict(still_open), seconds)
+
+    def _objects_of(self, job: Job) -> dict[LegClass, int]:
+        leg = leg_of(job)
+        counts: dict[LegClass, int] = {}
+        for item in job.items:
+            name = leg, self._classes[item.group]
+            counts[name] = counts.get(name, 0) + 1
+        return counts
 
 
 def leg_of(job: Job) -> str:

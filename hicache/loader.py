@@ -319,8 +319,9 @@ class Loader:
         tokens = {source: sources[source] * self._page_tokens for source in ("l1", "l2", "l3")}
         tokens["computed"] = record.token_count - pages * self._page_tokens
         record.by_source = tokens
-        self._stats.serve(record.keys[: record.prompt_pages], pages, tokens)
-        attention = self._index.attention_pages(record.keys[: record.prompt_pages])
+        keys = record.keys[: record.prompt_pages]
+        self._stats.serve(keys, pages, tokens)
+        attention = self._index.attention_pages(keys)
         self._stats.tokens_attention_only += max(0, attention - pages) * self._page_tokens
         record.shared_pages = (
             attention if record.prefetch is None else self._prefetcher.known_pages(record.prefetch, attention)

@@ -200,12 +200,12 @@ class SlotSaver:
         self._use.begin(job_ids[0], sources, reads=True)
 
     def _copied(self, copies: Sequence[_PageCopy], outcomes: Outcomes) -> None:
+        self._stats.count("backup", (group for copy in copies for group, _ in copy.sources), outcomes)
         position = 0
         stores: list[Node] = []
         for copy in copies:
             page_outcomes = outcomes[position : position + len(copy.sources)]
             position += len(copy.sources)
-            self._stats.count("backup", (group for group, _ in copy.sources), page_outcomes)
             if self._land(copy, complete=all(outcome.is_ok for outcome in page_outcomes)):
                 stores.append(copy.node)
         self._writer.send_down(stores)

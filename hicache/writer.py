@@ -204,12 +204,12 @@ class Writer:
         )
 
     def _copied(self, copies: Sequence[_PageCopy], outcomes: Outcomes) -> None:
+        self._stats.count("backup", (source.group for copy in copies for source in copy.sources), outcomes)
         position = 0
         stores: list[Node] = []
         for copy in copies:
             page_outcomes = outcomes[position : position + len(copy.sources)]
             position += len(copy.sources)
-            self._stats.count("backup", (source.group for source in copy.sources), page_outcomes)
             if not self._land(copy, complete=all(outcome.is_ok for outcome in page_outcomes)):
                 self._pause(Tier.L1)
                 self._bound.discard(copy.node)

@@ -47,12 +47,14 @@ class UpperBound:
     intervals: int
 
 
-def ceiling(trace: Trace, prefill: Prefill = prefill_8b_flops) -> Reached:
-    """An infinite cache: every page is kept for ever."""
+def ceiling(trace: Trace, prefill: Prefill = prefill_8b_flops, *, warm_share: float = 0.0) -> Reached:
+    """An infinite cache: every page is kept for ever. The first ``warm_share`` of requests do not count."""
+    first_scored = int(len(trace.requests) * warm_share)
     seen = bytearray(trace.block_count)
     score = _Score(trace, prefill)
-    for request in trace.requests:
-        score.add(request, _leading(request.blocks, seen))
+    for number, request in enumerate(trace.requests):
+        if number >= first_scored:
+            score.add(request, _leading(request.blocks, seen))
         for block in request.blocks:
             score.written += not seen[block]
             seen[block] = 1
@@ -96,6 +98,9 @@ def belady(
                 score.written += 1
             resident[block] = after
             heapq.heappush(latest, (-after, block))
+        if len(latest) > 4 * len(resident) + 65_536:
+            latest = [(-after, block) for block, after in resident.items()]
+            heapq.heapify(latest)
     return score.reached()
 
 

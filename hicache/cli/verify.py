@@ -99,10 +99,10 @@ def _online(admin: str, token_file: str | None, request: VerifyRequest, tenant: 
 def _offline(directory: Path, encryption_keys: str, request: VerifyRequest, tenant: str | None) -> Iterator[VerifyLine]:
     from hicache.backends.namespaces import parse_namespace
     from hicache.backends.offline import open_offline
-    from hicache.backends.scrub import ScrubProgress, scrub
+    from hicache.backends.scrub import Part, ScrubProgress, scrub
 
-    owner = None if tenant is None else tenant_digest(tenant)
     tag = parse_namespace(request.namespace) if request.namespace else None
+    part = Part(b"" if tenant is None else tenant_digest(tenant), tag)
     try:
         after = bytes.fromhex(request.after)
     except ValueError as error:
@@ -116,7 +116,7 @@ def _offline(directory: Path, encryption_keys: str, request: VerifyRequest, tena
         for progress in scrub(
             store,
             after=after,
-            wanted=lambda its_owner, its_tag: owner in (None, its_owner) and tag in (None, its_tag),
+            part=part,
         ):
             if time.monotonic() - told_s >= LINE_INTERVAL_S:
                 told_s = time.monotonic()

@@ -92,6 +92,11 @@ def fingerprint_adapter(folder: Path) -> bytes:
     return digest_fields(fields)
 
 
+def fingerprint_path(path: Path) -> str:
+    """A hex digest of what is in a file, or in a folder of weights. Raises OSError where there is neither."""
+    return fingerprint_checkpoint(path) if path.is_dir() else _sha256(path)
+
+
 def _files(folder: Path) -> Iterator[Path]:
     return (path for path in folder.iterdir() if path.is_file()) if folder.is_dir() else iter(())
 

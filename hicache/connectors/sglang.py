@@ -23,12 +23,12 @@ from sglang.srt.mem_cache.hicache_storage import (
     PoolTransferResult,
 )
 from sglang.srt.observability.metrics_collector import StorageMetrics
-from sglang.srt.runtime_context import get_lora, get_model, get_spec
 from sglang.version import __version__ as sglang_version
 
 from hicache.client.address import parse_address
 from hicache.connectors.host_pages import HostPages, PageItem, PagesSpec
 from hicache.connectors.host_pages_holds import OwnedPage, PageHolds, holds_of
+from hicache.connectors.sglang_arguments import Arguments
 from hicache.connectors.sglang_hits import PoolPages, leading, prefix_hits
 from hicache.connectors.sglang_identity import EngineIdentity, Rank
 from hicache.connectors.sglang_plugin import LIVE_WEIGHTS
@@ -85,7 +85,7 @@ class HiCacheStorage(SGLangStorage):
             expected = "a name of the weights that this process has been given in place: its files are of others"
             raise ConfigError("model_revision", "", expected)
         self._rank = Rank.of(storage_config)
-        self._identity = EngineIdentity.of(_Arguments(), storage_config, self.settings, version=sglang_version)
+        self._identity = EngineIdentity.of(Arguments(), storage_config, self.settings, version=sglang_version)
         parse_address(self.settings.l3)
         self.registered_pools: dict[str, Any] = {}
         self._pools: dict[str, _StoredPool] = {}
@@ -377,18 +377,6 @@ class HiCacheStorage(SGLangStorage):
         except NotImplementedError as error:
             expected = f"1: the pages of {type(host_pool).__name__} have no flat form"
             raise ConfigError("interface_v1", 0, expected) from error
-
-
-class _Arguments:
-    """The arguments of this server as SGLang has resolved them, whichever of its groups they are in."""
-
-    def __getattr__(self, name: str) -> Any:
-        for group in (get_model(), get_spec(), get_lora()):
-            try:
-                return getattr(group, name)
-            except AttributeError:
-                continue
-        raise AttributeError(name)
 
 
 def _trailing_pages(transfer: PoolTransfer) -> int | None:

@@ -6,13 +6,16 @@ Imports no SGLang: it reads the attributes of its server arguments and of its st
 from __future__ import annotations
 
 import json
+import os
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from hicache.connectors.checkpoint import fingerprint_adapter, fingerprint_checkpoint
+from hicache.connectors.checkpoint import fingerprint_adapter, fingerprint_checkpoint, fingerprint_path
+from hicache.connectors.config_values import bounded, plain
 from hicache.connectors.sglang_pools import Part, PoolLayout
 from hicache.connectors.sglang_settings import StorageSettings
 from hicache.errors import ConfigError
@@ -21,12 +24,27 @@ from hicache.keys import FieldValue, digest_fields
 FORMAT_VERSION = 1
 VERSION_FLOOR = (0, 5, 22)
 
-_ARGUMENTS = (  # of the server: what changes cached numbers and is neither in the weights nor in a pool's geometry
-    "dtype",
-    "quantization",
-    "quantization_param_path",
-    "kv_cache_dtype",
-    "json_model_override_args",
+# Of the server: what changes cached numbers and is neither in the weights nor in a pool's geometry. How exactly kernels
+# compute counts, which of them do does not.
+_ARGUMENTS = (
+    *("dtype", "quantization", "kv_cache_dtype", "json_model_override_args", "model_loader_extra_config"),
+    *("model_impl", "model_config_parser", "trust_remote_code", "is_embedding"),
+    "context_length",  # models see it in their config
+    *("modelopt_quant", "quantize_and_serve", "qsa_indexer_dtype"),
+    *("enable_deterministic_inference", "rl_on_policy_target", "enable_tf32_matmul"),
+    *("enable_mis", "dllm_algorithm"),  # other masks for the same tokens
+    *("enable_encoder_swa_bounded_replay", "enable_decoder_swa_bounded_replay"),
+    *("enable_hisparse", "hisparse_config", "enable_deepseek_v4_fp4_indexer"),
+    "prefill_kv_cache_dequant_dtype",
+    *("enable_mamba_cache_stochastic_rounding", "enable_int8_mamba_checkpoint", "enable_linear_replayssm"),
+    *("flashinfer_mxfp4_moe_precision", "enable_w4a4_mxfp4_megamoe", "deepep_dispatcher_output_dtype"),
+    *("flashinfer_a2a_dispatch_type", "enable_quant_communications"),
+    *("kt_method", "kt_num_gpu_experts", "kt_max_deferred_experts_per_token"),
+    *("enable_dsa_cache_layer_split", "cp_strategy"),
+    *("mm_process_config", "image_processor_backend", "disable_fast_image_processor"),
+    *("enable_precise_embedding_interpolation", "trust_mm_content_hashes"),
+    *("lora_target_modules", "experts_shared_outer_loras"),
+    *("forward_hooks", "debug_tensor_dump_input_file"),
 )
 _DRAFT_ARGUMENTS = (
     "speculative_algorithm",
@@ -34,6 +52,37 @@ _DRAFT_ARGUMENTS = (
     "speculative_draft_model_revision",
     "speculative_draft_model_quantization",
     "speculative_draft_kv_cache_dtype",
+    "speculative_draft_window_size",
+    "speculative_draft_sink_size",
+    "speculative_enable_w4a4_mxfp4_megamoe",
+    "enable_multi_layer_eagle",
+)
+
+# Files beside the checkpoint, which count by what is in them.
+_FILES = (
+    "quantization_param_path",  # scales of the KV cache
+    "decrypted_config_file",
+    "rl_quant_profile",
+    "modelopt_checkpoint_restore_path",
+    "kt_weight_path",
+    "dllm_algorithm_config",
+)
+_DRAFT_FILES = ("decrypted_draft_config_file", "uno_lora_path")
+
+# Switches of the process that change cached numbers and are no arguments.
+_ENVIRONMENT = re.compile(
+    r"SGLANG_\w*(QUANT|FP8|FP4|INT4|W4A|MXFP|F16_ACCUM|DTYPE|DETERMINISTIC|SAGE_ATTENTION|SKIP_SOFTMAX|DENSE|DISABLE_MSA|"
+    r"TOPK_FREQ|SIMULATE_\w*EXPERTS|PERTURB|REVERT_PR|KV_LAYOUT|KVCACHE|KV_CACHE_LAYOUT|BOUNDARY_KV|ROPE_CACHE_FP32|"
+    r"IMAGE_MAX_PIXELS|RESIZE_RESAMPLE|EXTERNAL_M)\w*"
+)
+
+# Of ``load_format``: random numbers, and those that read the files that are there, as they are there.
+_RANDOM_FORMAT = "dummy"
+_LOCAL_FORMATS = frozenset(
+    {
+        *("auto", "pt", "safetensors", "instanttensor", "fastsafetensors", "npcache", "mistral", "gguf", "layered"),
+        *("bitsandbytes", "sharded_state", "runai_streamer", "expert_pack"),
+    }
 )
 _PROVENANCE = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})  # of config.json
 
@@ -86,17 +135,20 @@ class EngineIdentity:
         check_version(version)
         path = str(arguments.model_path)
         folder = weights_folder(path, getattr(arguments, "revision", None), arguments)
+        load_format = str(getattr(arguments, "load_format", "auto"))
         fields: list[tuple[str, FieldValue]] = [
             ("engine", "sglang"),
             ("engine_version", settings.engine_version or version),
             ("format_version", FORMAT_VERSION),
             ("model", str(config.model_name)),
-            ("revision", settings.model_revision or _weights(folder, path)),
+            ("revision", _revision(folder, path, load_format, arguments, settings)),
             ("config", _config_digest(folder)),
             ("pp_size", int(config.pp_size)),
             ("cp_size", int(getattr(config, "attn_cp_size", 1))),
         ]
-        fields += [(name, _text(getattr(arguments, name, None))) for name in _ARGUMENTS]
+        fields += [(name, _stable(name, getattr(arguments, name, None))) for name in _ARGUMENTS]
+        fields += [(name, _content(name, getattr(arguments, name, None), settings)) for name in _FILES]
+        fields += sorted((f"env {name}", value) for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name))
         fields += _adapter_fields(arguments, settings)
         return cls(tuple(fields), tuple(_draft_fields(arguments, settings)), settings.salt)
 
@@ -120,6 +172,10 @@ class EngineIdentity:
         if has_draft_layers(layout):
             fields += self.draft
         return digest_fields(fields)
+
+
+def _stable(name: str, value: object) -> FieldValue:
+    return bounded(name, plain(name, value))
 
 
 def has_draft_layers(layout: PoolLayout) -> bool:
@@ -152,22 +208,47 @@ def weights_folder(path: str, revision: str | None, arguments: Any) -> Path | No
         return None
 
 
+def _revision(folder: Path | None, model: str, load_format: str, arguments: Any, settings: StorageSettings) -> str:
+    """What the weights are called. Random ones never meet others, whatever they are called."""
+    if load_format == _RANDOM_FORMAT:
+        return f"random, in place of {settings.model_revision or model}"
+    if settings.model_revision:
+        return settings.model_revision
+    is_of_files = load_format in _LOCAL_FORMATS and getattr(arguments, "weight_cache_mode", "off") != "client"
+    return _weights(folder if is_of_files else None, f"{model} (load_format {load_format})")
+
+
 def _weights(folder: Path | None, model: str) -> str:
     if folder is None:
-        expected = (
-            f"a name of the weights of {model}, since no files of them are here: the same on all engines that share"
-        )
+        expected = f"a name of the weights of {model}, since no files here are them: the same on all engines that share"
         raise ConfigError("model_revision", "", expected)
     return f"weights {fingerprint_checkpoint(folder)}"
 
 
 def _draft_fields(arguments: Any, settings: StorageSettings) -> Iterator[tuple[str, FieldValue]]:
     for name in _DRAFT_ARGUMENTS:
-        yield name, _text(getattr(arguments, name, None))
-    path = getattr(arguments, "speculative_draft_model_path", None)
-    if path and not settings.model_revision:
-        revision = getattr(arguments, "speculative_draft_model_revision", None)
-        yield "draft_revision", _weights(weights_folder(str(path), revision, arguments), str(path))
+        yield name, _stable(name, getattr(arguments, name, None))
+    for name in _DRAFT_FILES:
+        yield name, _content(name, getattr(arguments, name, None), settings)
+    if path := getattr(arguments, "speculative_draft_model_path", None):
+        folder = weights_folder(str(path), getattr(arguments, "speculative_draft_model_revision", None), arguments)
+        own_format = getattr(arguments, "speculative_draft_load_format", None)
+        load_format = str(own_format or getattr(arguments, "load_format", "auto"))
+        yield "draft_revision", _revision(folder, str(path), load_format, arguments, settings)
+
+
+def _content(name: str, path: object, settings: StorageSettings) -> FieldValue:
+    """What is in a file, or in a folder of weights. Raises ConfigError where it is not here, and no ``model_revision``
+    stands for it."""
+    if path is None:
+        return None
+    try:
+        return fingerprint_path(Path(str(path)))
+    except OSError as error:
+        if settings.model_revision:
+            return bounded(name, str(path))
+        expected = f"a name of the weights, since what {name} names cannot be read here ({error})"
+        raise ConfigError("model_revision", "", expected) from error
 
 
 def _adapter_fields(arguments: Any, settings: StorageSettings) -> Iterator[tuple[str, FieldValue]]:
@@ -199,9 +280,3 @@ def _heads(layout: PoolLayout, rank: Rank, part: Part) -> str:
     if rank.heads_lcm and layout.identity.get("byte_order") == "heads":
         return f"slice {rank.tp_rank * layout.head_slices + part.head_slice} of {rank.heads_lcm}"
     return f"rank {rank.tp_rank} of {rank.tp_size}"
-
-
-def _text(value: object) -> FieldValue:
-    """The value where it is a plain one, else its text in bytes, with its kind: a number and its text differ."""
-    plain = value is None or type(value) in (bool, int, str)
-    return value if plain else f"{type(value).__name__} {value}".encode()  # type: ignore[return-value]  # of these types

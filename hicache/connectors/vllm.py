@@ -6,6 +6,7 @@ Hands vLLM's calls on to ``SchedulerSide`` in the scheduler and ``WorkerSide`` i
 from __future__ import annotations
 
 import tempfile
+import uuid
 from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from hashlib import blake2b
@@ -37,6 +38,8 @@ from hicache.connectors.vllm_identity import (
     check_hash_algorithm,
     check_version,
     engine_identity,
+    has_media_by_name,
+    numbers_media,
     weights_revision,
 )
 from hicache.connectors.vllm_messages import HiCacheHandshake, HiCacheMetadata, HiCacheStepTimes
@@ -86,6 +89,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         self._leader = self._settings.ranks_at(_meeting_point(vllm_config))
         self._page_tokens, self._hash_tokens = resolve_kv_cache_block_sizes(kv_cache_config, vllm_config)
         self._adapters = AdapterIdentities() if role is KVConnectorRole.SCHEDULER else None
+        self._own_name = uuid.uuid4().hex  # of this start of this engine
         self._increments = Increments()
         self._scheduler: SchedulerSide | None = None
         self._events: StoreEvents | None = None
@@ -245,9 +249,9 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def reset_cache(self) -> bool:
-        """What was saved before is not found again by this engine."""
-        self._side.reset()
-        return True
+        """What was saved before is not found again by this engine. False: blocks are still read or written, and their
+        memory must stay."""
+        return self._side.reset()
 
     # -- both --------------------------------------------------------------------------------------------------------
 
@@ -314,12 +318,17 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         """None where a salt is required and missing, and for adapters of unknown content."""
         if not request.cache_salt and self._settings.tenant_salt_required:
             return None
-        salt = request.cache_salt.encode() if request.cache_salt else None
-        if request.lora_request is None:
-            return Identity(salt)
-        assert self._adapters is not None
-        content = self._adapters.identity(request.lora_request)
-        return None if content is None else Identity(salt, {"lora": content})
+        extras: dict[str, Any] = {}
+        is_doubted = not self._settings.media_ids_trusted and has_media_by_name(request)
+        if is_doubted or (request.mm_features and numbers_media(self._vllm_config)):
+            extras["names_of"] = self._own_name
+        if request.lora_request is not None:
+            assert self._adapters is not None
+            content = self._adapters.identity(request.lora_request)
+            if content is None:
+                return None
+            extras["lora"] = content
+        return Identity(request.cache_salt.encode() if request.cache_salt else None, extras)
 
 
 def _event_groups(config: KVCacheConfig, engine: EngineSpec) -> list[EventGroup]:

@@ -7,23 +7,22 @@ comes in as ``EngineFacts``. What could fool it: docs/decisions/0035-the-identit
 from __future__ import annotations
 
 import dataclasses
-import json
+import errno
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
-from fractions import Fraction
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from hicache.connectors.checkpoint import Depth, fingerprint_checkpoint
+from hicache.connectors.checkpoint import Depth, fingerprint_checkpoint, fingerprint_path
+from hicache.connectors.config_values import HF_PROVENANCE, as_text, bounded, plain
 from hicache.errors import ConfigError
 from hicache.keys import FieldValue, digest_fields
 
 VERSION_FLOOR = (0, 31)
-VALUE_CHARS_MAX = 200  # longer values stand as their digest: a descriptor travels with each hello
 HASH_ALGORITHM = "sha256_cbor"
 
 # Of each part of VllmConfig, the fields that change bytes. One that a release does not have
@@ -117,15 +116,19 @@ _GROUP_FIELDS = ("is_eagle_group", "host_resident", "enable_kv_transfer", "role"
 # Of a group's KVCacheSpec, how many blocks a request takes; what is in a block is all the rest.
 _SPEC_ALLOCATION = frozenset({"num_prefill_checkpoint_blocks", "prefill_checkpoint_alignment"})
 
-# Of a Hugging Face config, what says where it came from and not what it computes.
-_HF_PROVENANCE = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})
-
-# Switches of the process that change stored bytes and are in no config.
+# Switches of the process that change stored bytes and are in no config: what is computed, and how exactly, not by which
+# kernels.
 _ENVIRONMENT = re.compile(
-    r"VLLM_(ROCM_.*|MLA_DISABLE|CPU_ATTN_SPLIT_KV|HUMMING_\w+_CONFIG|MXFP\d_EMULATION_DEQUANT_AT_LOAD)"
+    r"VLLM_(ROCM_.*|MLA_DISABLE|CPU_ATTN_SPLIT_KV|HUMMING_\w+_CONFIG|MXFP\d_EMULATION_DEQUANT_AT_LOAD|BATCH_INVARIANT|"
+    r"MOE_ROUTING_SIMULATION_STRATEGY|FLOAT32_MATMUL_PRECISION|CPU_INT4_W4A8|MARLIN_INPUT_DTYPE|USE_DEEP_GEMM_E8M0|"
+    r"HUMMING_USE_F16_ACCUM|DEEPEPLL_NVFP4_DISPATCH|B12X_MOE_FP4_FORCE_A16|FLASHINFER_MOE_A2A_LOW_PRECISION_COMBINE|"
+    r"VIDEO_LOADER_BACKEND)"
 )
 
-_DIGESTED = "blake2b "  # what a text begins with that stands for a longer one
+_FILE_FIELDS = frozenset({"mm_encoder_fp8_scale_path"})  # of configs; what is in the file counts, not where it lies
+
+# What vLLM calls an image or a sound that it has hashed itself, unless it was told a name for it.
+_MEDIA_HASH = re.compile(r"[0-9a-f]{64}|[0-9a-f]{128}")
 
 _DUMMY_FORMATS = ("dummy",)
 _LOCAL_FORMATS = frozenset(
@@ -186,14 +189,14 @@ def engine_identity(vllm_config: Any, kv_cache_config: Any, facts: EngineFacts, 
         **dict(_config_pairs(vllm_config)),
         **dict(_kv_cache_pairs(kv_cache_config)),
         **dict(_facts_pairs(facts)),
-        **{f"env.{name}": value for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)},
+        **{f"env.{name}": _of_file(value) for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)},
     }
     hf_config = vllm_config.model_config.hf_config
     architectures = getattr(hf_config, "architectures", None) or [type(hf_config).__name__]
     return EngineIdentity(
         model=str(architectures[0]),
         revision=revision,
-        fields=tuple((name, _bounded(name, value)) for name, value in sorted(pairs.items())),
+        fields=tuple((name, bounded(name, value)) for name, value in sorted(pairs.items())),
     )
 
 
@@ -251,13 +254,28 @@ def check_hash_algorithm(algorithm: str) -> None:
         )
 
 
+def numbers_media(vllm_config: Any) -> bool:
+    """Whether images and sounds are numbered as they come, since vLLM itself keeps nothing of them: number 1 is another
+    one after each start.
+    """
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    keeps_none = media is not None and getattr(media, "mm_processor_cache_gb", None) == 0
+    return keeps_none and not vllm_config.cache_config.enable_prefix_caching
+
+
+def has_media_by_name(request: Any) -> bool:
+    """Whether a request has images or sounds by names that somebody gave them, and not by their content."""
+    features = getattr(request, "mm_features", None) or ()
+    return not all(_MEDIA_HASH.fullmatch(str(each.mm_hash or each.identifier)) for each in features)
+
+
 def _weights_of(
     model: Any, load: Any, facts: EngineFacts, find_folder: Callable[[Any], Path | None], depth: Depth
 ) -> str:
     load_format = str(getattr(load.load_format, "value", load.load_format))
     if load_format in _DUMMY_FORMATS:
-        drawn = [model.seed, facts.device_type, facts.vllm_version, _plain("hf_config", _hf_fields(model.hf_config))]
-        return f"random {blake2b(_text(drawn).encode(), digest_size=16).hexdigest()}"
+        drawn = [model.seed, facts.device_type, facts.vllm_version, plain("hf_config", _hf_fields(model.hf_config))]
+        return f"random {blake2b(as_text(drawn).encode(), digest_size=16).hexdigest()}"
     folder = find_folder(model) if load_format in _LOCAL_FORMATS and not getattr(model, "model_weights", "") else None
     if folder is None:
         raise ConfigError(
@@ -270,8 +288,8 @@ def _weights_of(
     options = getattr(load, "model_loader_extra_config", None)
     if not options:
         return content
-    text = _text(_plain("model_loader_extra_config", options))
-    return digest_fields([("content", content), ("options", text)]).hex()
+    fields = [("content", content), ("options", as_text(plain("model_loader_extra_config", options)))]
+    return digest_fields(fields).hex()
 
 
 def _config_pairs(vllm_config: Any) -> Iterator[tuple[str, object]]:
@@ -282,9 +300,11 @@ def _config_pairs(vllm_config: Any) -> Iterator[tuple[str, object]]:
         yield f"{part}", config is not None
         if config is not None:
             for name in names:
-                yield f"{part}.{name}", _plain(f"{part}.{name}", getattr(config, name, _Attribute.ABSENT))
+                value = getattr(config, name, _Attribute.ABSENT)
+                stable = plain(f"{part}.{name}", value)
+                yield f"{part}.{name}", _of_file(stable) if name in _FILE_FIELDS else stable
     for part in _CONFIGS_WHOLE:
-        yield part, _plain(part, getattr(vllm_config, part, None))
+        yield part, plain(part, getattr(vllm_config, part, None))
     model = vllm_config.model_config
     yield from _hf_pairs("hf", model.hf_config)
     if model.hf_text_config is not model.hf_config:
@@ -294,27 +314,35 @@ def _config_pairs(vllm_config: Any) -> Iterator[tuple[str, object]]:
         yield from _hf_pairs("hf_draft", draft.hf_config)
 
 
+def _of_file(value: object) -> object:
+    """What is in the file that ``value`` names; itself where it names none."""
+    try:
+        return ["file", fingerprint_path(Path(value))] if isinstance(value, str) and Path(value).is_file() else value
+    except OSError as error:  # a text that is too long for a name is none; one that cannot be read says nothing
+        return value if error.errno == errno.ENAMETOOLONG else ["file", str(error)]
+
+
 def _hf_pairs(prefix: str, hf_config: Any) -> Iterator[tuple[str, object]]:
     for name, value in _hf_fields(hf_config).items():
-        yield f"{prefix}.{name}", _plain(f"{prefix}.{name}", value)
+        yield f"{prefix}.{name}", plain(f"{prefix}.{name}", value)
 
 
 def _hf_fields(hf_config: Any) -> dict[str, object]:
-    return {str(name): value for name, value in hf_config.to_dict().items() if name not in _HF_PROVENANCE}
+    return {str(name): value for name, value in hf_config.to_dict().items() if name not in HF_PROVENANCE}
 
 
 def _kv_cache_pairs(kv_cache_config: Any) -> Iterator[tuple[str, object]]:
     """Not the names of layers: a rank of a pipeline has its own, which the model and the stages tell."""
     for name in _KV_CACHE_FIELDS:
-        yield f"kv_cache.{name}", _plain(name, getattr(kv_cache_config, name, _Attribute.ABSENT))
+        yield f"kv_cache.{name}", plain(name, getattr(kv_cache_config, name, _Attribute.ABSENT))
     groups = kv_cache_config.kv_cache_groups
     yield "kv_cache.groups", len(groups)
     for index, group in enumerate(groups):
         prefix = f"group.{index}"
         for name, value in _spec_fields(group.kv_cache_spec):
-            yield f"{prefix}.{name}", _plain(f"{prefix}.{name}", value)
+            yield f"{prefix}.{name}", plain(f"{prefix}.{name}", value)
         for name in _GROUP_FIELDS:
-            yield f"{prefix}.{name}", _plain(f"{prefix}.{name}", getattr(group, name, _Attribute.ABSENT))
+            yield f"{prefix}.{name}", plain(f"{prefix}.{name}", getattr(group, name, _Attribute.ABSENT))
 
 
 def _spec_fields(spec: Any) -> Iterator[tuple[str, object]]:
@@ -331,62 +359,3 @@ def _facts_pairs(facts: EngineFacts) -> Iterator[tuple[str, object]]:
     yield "vllm.conv_state_layout", facts.conv_state_layout
     yield "vllm.hash_seed", os.environ.get("PYTHONHASHSEED")  # engines that differ in it never meet: here it says why
     yield "vllm.attention_choice", ", ".join(facts.attention_choice)
-
-
-def _plain(name: str, value: object) -> object:
-    """``value`` as JSON would have it, the same in every process; what JSON has no kind for begins with its kind.
-
-    Unequal values are never alike: a number, its text and a list of its text differ.
-    """
-    match value:
-        case Enum():  # before int and str, which many of them are
-            return ["enum", type(value).__name__, value.name]
-        case None | bool() | int() | str():
-            return value
-        case float():
-            return ["float", repr(value)]
-        case Fraction() | Path():
-            return [type(value).__name__, str(value)]
-        case bytes():
-            return ["bytes", value.hex()]
-        case Mapping():
-            pairs = ([_plain(name, key), _plain(f"{name}.{key}", item)] for key, item in value.items())
-            return ["map", *sorted(pairs, key=_text)]
-        case set() | frozenset():
-            return ["set", *sorted((_plain(name, item) for item in value), key=_text)]
-        case type():
-            return ["type", f"{value.__module__}.{value.__qualname__}"]
-        case Sequence():
-            return ["list", *(_plain(name, item) for item in value)]
-    if dataclasses.is_dataclass(value):
-        names = [each.name for each in dataclasses.fields(value)]
-        fields = ([each, _plain(f"{name}.{each}", getattr(value, each))] for each in names)
-        return ["class", type(value).__name__, *fields]
-    if type(value).__module__.split(".")[0] == "torch" and type(value).__name__ == "dtype":
-        return ["dtype", str(value)]
-    if callable(to_dict := getattr(value, "to_dict", None)):
-        return ["config", type(value).__name__, _plain_config(name, to_dict())]
-    raise ConfigError(name, value, "a value whose text is the same in every process (it is part of what is shared)")
-
-
-def _plain_config(name: str, value: Mapping[str, object]) -> object:
-    return _plain(name, {key: item for key, item in value.items() if key not in _HF_PROVENANCE})
-
-
-def _text(value: object) -> str:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"))
-
-
-def _bounded(name: str, value: object) -> FieldValue:
-    """The value itself where it is a plain one, else its JSON in bytes, which is like no text; long ones by digest."""
-    if value is None or isinstance(value, bool | int):
-        return value
-    if isinstance(value, str):
-        return value if len(value) <= VALUE_CHARS_MAX and not value.startswith(_DIGESTED) else _digest_of(value)
-    text = _text(value)
-    return text.encode() if len(text) <= VALUE_CHARS_MAX else _digest_of(value)
-
-
-def _digest_of(value: object) -> str:
-    digest = blake2b(_text(value).encode(), digest_size=16, person=b"vllm.identity")
-    return f"{_DIGESTED}{digest.hexdigest()}"

@@ -48,6 +48,7 @@ class VllmSettings:
     eviction: str = "lru"
     read_policy: str = READ_POLICY_DEFAULT
     tenant_salt_required: bool = False
+    media_ids_trusted: bool = False
     weights: Depth = "sampled"
     weights_revision: str | None = None
     ranks: str = ""

@@ -186,11 +186,12 @@ class Ranked(Heap[Item]):
 
 
 class Reranked(Ranked[Item]):
-    """Base of those whose ranks may fall, but only when an item is used or added: that makes a second record."""
+    """Base of those whose ranks change only when an item is used, which may make them fall: its record is made anew
+    then, so that an item that surfaces is where it belongs, and its rank is not asked again."""
 
     def __init__(self, items: Describe[Item]) -> None:
         super().__init__(items)
-        self._changed: dict[Item, None] = {}  # its rank may have fallen below that in its record
+        self._changed: dict[Item, None] = {}  # its rank may not be that in its record
 
     def add(self, item: Item) -> None:
         if item in self._recorded and item not in self._live:
@@ -209,11 +210,21 @@ class Reranked(Ranked[Item]):
     def first(self) -> Item | None:
         if self._changed:
             self._put_right()
-        return super().first()
+        heap, live, recorded = self._heap, self._live, self._recorded
+        while heap:
+            stamp, _, item = heap[0]
+            is_last = recorded.get(item) is stamp  # an item has one record that counts
+            if is_last and item in live:
+                self._named = item
+                return item
+            heapq.heappop(heap)
+            if is_last:
+                del recorded[item]
+        return None
 
     def _put_right(self) -> None:
         for item in self._changed:
-            if self._rank(item) < self._recorded[item]:
+            if self._rank(item) != self._recorded[item]:
                 self._push(item)
         self._changed.clear()
         if len(self._heap) > 2 * len(self._live) + 64:

@@ -99,7 +99,7 @@ class TwoQueues(Generic[Item]):
         return None
 
     def __contains__(self, item: Item) -> bool:
-        return any(item in queue for queue in self._queues)
+        return item in self._queues[0] or item in self._queues[1]
 
     def __len__(self) -> int:
         return len(self._queues[0]) + len(self._queues[1])

@@ -157,13 +157,17 @@ class Forecast:
         above = np.tile(chance, (lives, 1))
         for level in range(4 if lives else 0):
             codes, first, cell = np.unique(self._codes[:lives, level], return_index=True, return_inverse=True)
-            ends_of, risk_of = np.zeros((len(codes), len(AGES_S))), np.zeros((len(codes), len(AGES_S)))
-            np.add.at(ends_of, cell, ends)
-            np.add.at(risk_of, cell, at_risk)
+            ends_of, risk_of = _sums(ends, cell, len(codes)), _sums(at_risk, cell, len(codes))
             chances = (ends_of + _PRIOR_LIVES * above[first]) / (risk_of + _PRIOR_LIVES)
             self._table.update(zip(codes.tolist(), worths_of(chances).tolist(), strict=True))
             above = chances[cell]
         self._fits += 1
+
+
+def _sums(rows: Array, cell: Array, cells: int) -> Array:
+    """``rows``: [lives, ages]. Returns [cells, ages]: of the lives of each cell."""
+    place = (cell[:, None] * rows.shape[1] + np.arange(rows.shape[1])).ravel()
+    return np.bincount(place, rows.ravel(), cells * rows.shape[1]).reshape(cells, -1)
 
 
 def worths_of(chances: Array) -> Array:

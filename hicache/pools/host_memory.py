@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from hicache.errors import ConfigError, UsageError
-from hicache.pools.memory_limits import AvailableMemory, available_memory
+from hicache.memory_limits import AvailableMemory, available_memory
 from hicache.pools.numa import prefer_node
 from hicache.pools.registration import HostRegistrar, Region, register_all, unregister_all
 

@@ -10,10 +10,10 @@ import torch
 
 from hicache.errors import ConfigError
 from hicache.groups import SCALE_BYTES
+from hicache.memory_limits import AvailableMemory
 from hicache.pools.dtypes import torch_dtype
 from hicache.pools.host_memory import HostMemory
 from hicache.pools.l1 import page_shape
-from hicache.pools.memory_limits import AvailableMemory
 from hicache.pools.numa import node_of
 from hicache.pools.registration import HostRegistrar, registrar_for
 from hicache.sizing import l2_size_bytes, l2_strides, slot_stride

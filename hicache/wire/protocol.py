@@ -93,8 +93,9 @@ def message_bytes_needed(*, batch_keys_max: int) -> int:
 
 
 def channel_options(*, keepalive_ms: int = 20_000) -> list[tuple[str, int]]:
-    """gRPC options of a client's channel."""
+    """gRPC options of a client's channel. What ``http_proxy`` names is for the web, and nowhere near a daemon."""
     return [
+        ("grpc.enable_http_proxy", 0),
         ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
         ("grpc.keepalive_time_ms", max(keepalive_ms, PING_INTERVAL_MS_MIN)),

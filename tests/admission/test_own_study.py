@@ -2,23 +2,31 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
+from rich.console import Console
 
 from bench.admission.bounds import belady
 from bench.admission.generator import agent_sessions
-from bench.admission.study import OURS, Task, conversation, in_pages, main, markdown, synthetic
+from bench.admission.study import SOURCES, in_pages, main, of_file
+from bench.admission.study_cells import BELADY, BOUND, CEILING, Cell, KeptRows, Row, Source, fill
+from bench.admission.study_duel import duel
 from bench.admission.study_limit import auc, limits, record
 from bench.admission.study_residency import residency
+from bench.admission.study_tables import OURS, SECOND_TOUCH, every_policy, filled_in, summary
 from bench.admission.traces import Trace, TraceRequest
+from hicache.errors import ConfigError
+from hicache.traces import text_lines
 
-conversation_trace = lru_cache(conversation)
-synthetic_trace = lru_cache(synthetic)
+DOCS = Path(__file__).parents[2] / "docs"
+conversation_trace = lru_cache(SOURCES["conversation"].load)
+synthetic_trace = lru_cache(SOURCES["synthetic"].load)
 
 
 def part(trace: Trace, requests: int) -> Trace:
@@ -76,6 +84,17 @@ def test_auc() -> None:
     assert auc(np.array([1.0, 1, 1, 1]), np.array([False, False, True, True])) == 0.5
 
 
+def test_a_duel_tells_what_is_ahead_from_what_is_luck() -> None:
+    trace = part(synthetic_trace(), 1200)
+    clear = duel(trace, 20_000, "lru", SECOND_TOUCH)
+    assert clear.ahead_share > 3 * clear.deviation
+    assert clear.behind_chance < 0.01
+    same = duel(trace, 1000, "lru", "lru", warm_share=0.5)
+    assert (same.ahead_share, same.deviation, same.behind_chance, same.differing) == (0, 0, 0, 0)
+    assert same.requests == 600
+    assert duel(trace, 1000, SECOND_TOUCH, "lru").ahead_share == -duel(trace, 1000, "lru", SECOND_TOUCH).ahead_share
+
+
 def test_longer_pages_find_the_same_prefixes_but_for_what_is_not_whole() -> None:
     requests = [TraceRequest(0.0, 50, 1, range(5)), TraceRequest(1.0, 60, 1, (0, 1, 2, 3, 5, 6))]
     longer = in_pages(Trace("short pages", 10, requests, 7), 20)
@@ -86,22 +105,120 @@ def test_longer_pages_find_the_same_prefixes_but_for_what_is_not_whole() -> None
 def test_it_is_ahead_on_generated_sessions_that_nothing_was_chosen_on(seed: int) -> None:
     trace = agent_sessions(20, seed=seed, session_gap_s=20)
     shares = {
-        policy: Task("agents", "3 M", policy, warm_share=0.5).run(trace)["saved_share"]
+        policy: Cell(trace="agents", pages=5859, policy=policy, warm_share=0.5).run(trace)["saved_share"]
         for policy in ("lru", "lru+write_through_selective", "fifo", OURS)
     }
     assert shares[OURS] >= 0.995 * max(shares.values()), shares
 
 
 def test_the_second_half_of_a_public_trace_is_won_as_well() -> None:
-    rows = [
-        Task("synthetic", "3 M", policy, warm_share=0.5).run(synthetic_trace())
-        for policy in ("lru", "lru+write_through_selective", "marconi", OURS, "belady")
+    shares = {
+        policy: Cell(trace="synthetic", pages=5859, policy=policy, warm_share=0.5).run(synthetic_trace())["saved_share"]
+        for policy in ("lru", "lru+write_through_selective", "marconi", OURS, BELADY)
+    }
+    assert shares[OURS] > max(share for policy, share in shares.items() if policy not in (OURS, BELADY))
+    assert shares[OURS] < shares[BELADY]
+
+
+def a_source(tmp_path: Path) -> Source:
+    """The first requests of a public trace, as a file."""
+    lines = itertools.islice(text_lines(SOURCES["synthetic"].path or ""), 150)
+    path = tmp_path / "begin.jsonl"
+    path.write_text("\n".join(line.rstrip("\n") for line in lines))
+    return of_file(str(path))
+
+
+CELLS = [
+    Cell(trace="begin", pages=pages, policy=policy)
+    for policy in (OURS, "lru", SECOND_TOUCH, BELADY, CEILING)
+    for pages in (1000, 5859)
+]
+
+
+def filled(cells: list[Cell], source: Source, path: Path | None) -> list[Row]:
+    return list(fill(cells, {"begin": source}, KeptRows(path), Console(quiet=True), 2))
+
+
+def test_what_has_been_worked_out_is_not_worked_out_again(tmp_path: Path) -> None:
+    source, kept = a_source(tmp_path), tmp_path / "rows.json"
+    first = filled(CELLS[:3], source, kept)
+
+    def load_never() -> Trace:
+        raise AssertionError("nothing is left to do")
+
+    assert filled(CELLS[:3], replace(source, load=load_never), kept) == first
+    every = filled(CELLS, source, kept)
+    assert every[:3] == first
+    assert every == filled(CELLS, source, None), "what is kept is what would be worked out"
+    assert len(json.loads(kept.read_text())["rows"]) == len(CELLS)
+
+
+def test_a_run_that_fails_keeps_what_it_had_and_another_one_goes_on(tmp_path: Path) -> None:
+    source, kept = a_source(tmp_path), tmp_path / "rows.json"
+    wrong = Cell(trace="begin", pages=1000, policy="no_such_policy")
+    with pytest.raises(ConfigError, match="no_such_policy"):
+        list(fill([*CELLS[:2], wrong], {"begin": source}, KeptRows(kept), Console(quiet=True), 1))
+    assert {row["pages"] for row in json.loads(kept.read_text())["rows"]} == {1000, 5859}
+    assert len(filled(CELLS, source, kept)) == len(CELLS)
+
+
+def test_rows_of_another_trace_do_not_count(tmp_path: Path) -> None:
+    source, kept = a_source(tmp_path), tmp_path / "rows.json"
+    (long,) = filled(CELLS[:1], source, kept)
+    assert source.path is not None
+    source.path.write_text("\n".join(source.path.read_text().splitlines()[:20]))
+    (short,) = filled(CELLS[:1], source, kept)
+    assert short["written_pages"] < long["written_pages"]
+
+
+def test_a_file_that_is_no_studys_is_not_overwritten(tmp_path: Path) -> None:
+    kept = tmp_path / "notes.json"
+    kept.write_text('{"notes": []}')
+    with pytest.raises(ConfigError, match=r"notes\.json"):
+        KeptRows(kept)
+    done = CliRunner().invoke(main, ["table", "--traces", "synthetic", "--json", str(kept)])
+    assert done.exit_code == 1
+    assert "notes.json" in done.output
+    assert kept.read_text() == '{"notes": []}'
+
+
+def test_the_tables_tell_regret_as_an_interval_and_leave_out_what_was_not_run() -> None:
+    def row(policy: str, saved: float, pages: int = 1000) -> Row:
+        return {"trace": "some", "pages": pages, "policy": policy, "saved_share": saved, "written_pages": 100 * saved}
+
+    rows = [row(OURS, 0.3), row("lru", 0.2), row(SECOND_TOUCH, 0.1), row(BELADY, 0.4), row(CEILING, 0.6)]
+    assert summary(rows).splitlines()[2:] == [
+        "| some, 0.5 M | 0.300 | 0.200 (lru) | 0.200 | 0.100 | 0.400 to 0.600 | 0.75 | 25 to 50 % | 150 % |"
     ]
-    shares = {row["policy"]: row["saved_share"] for row in rows}
-    assert shares[OURS] > max(share for policy, share in shares.items() if policy not in (OURS, "belady"))
-    assert shares[OURS] < shares["belady"]
-    assert "| synthetic, 3 M |" in markdown(rows)
-    assert all(math.isfinite(row.get("us_per_reference", 0.0)) for row in rows)
+    unfinished = [row(OURS, 0.3), row("lru", 0.2), row(CEILING, 0.6)]
+    assert summary(unfinished).splitlines()[2:] == [
+        "| some, 0.5 M | 0.300 | 0.200 (lru) | 0.200 |  | at most 0.600 |  | at most 50 % | 150 % |"
+    ]
+    assert "0.400 to 0.500" in summary([*rows, row(BOUND, 0.5)]), "the program bounds closer than the ceiling"
+    assert "| lru | 0.200, 50 to 67 %, 100 % |" in every_policy(rows)
+    more = every_policy([*rows, row("lru", 0.5, 5859), row(BELADY, 0.5, 5859), row(CEILING, 0.5, 5859)])
+    assert "| some | 0.5 M | 3 M |" in more
+    assert f"| {OURS} | 0.300, 25 to 50 %, 150 % |  |" in more
+
+
+def test_where_nothing_is_used_again_there_is_no_regret() -> None:
+    rows: list[Row] = [
+        {"trace": "once", "pages": 1000, "policy": policy, "saved_share": 0.0, "written_pages": 10}
+        for policy in (OURS, "lru", SECOND_TOUCH, BELADY, CEILING)
+    ]
+    assert "| once, 0.5 M | 0.000 | 0.000 (lru) | 0.000 | 0.000 | 0.000 |  |  | 100 % |" in summary(rows)
+
+
+def test_the_tables_of_the_docs_are_those_of_their_rows() -> None:
+    rows = json.loads((DOCS / "policies_rows.json").read_text())["rows"]
+    text = (DOCS / "policies.md").read_text()
+    assert text.count("<!-- end -->") == 3
+    assert filled_in(text, rows) == text, (
+        "python -m bench.admission.study docs docs/policies_rows.json docs/policies.md"
+    )
+    for row in rows:
+        row["saved_share"] += 0.1
+    assert filled_in(text, rows) != text
 
 
 def test_the_command_writes_rows_and_names_what_it_does_not_know(tmp_path: Path) -> None:

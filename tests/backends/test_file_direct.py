@@ -12,10 +12,11 @@ import pytest
 
 from hicache.backends.base import GetItem, PutItem
 from hicache.backends.file_calls import FileCalls
-from hicache.backends.file_direct import MEMORY_BYTES, is_aligned, wins
+from hicache.backends.file_direct import is_aligned, wins
 from hicache.backends.file_layout import object_path
 from hicache.backends.file_settings import FileSettings
 from hicache.backends.file_store import FileBackend
+from hicache.memory_limits import total_memory_bytes
 from hicache.notices import Notices
 from hicache.outcome import Outcome
 from tests.backends.payloads import get, key, payload, put
@@ -120,19 +121,19 @@ def test_direct_reads_are_tried_only_for_a_store_that_memory_cannot_hold(
     monkeypatch.setattr("hicache.backends.file_direct._probe", probe)
     speeds = (3.0, 2.0)
     assert wins(tmp_path, setting="on", capacity_bytes=1, notices=notices)
-    assert not wins(tmp_path, setting="off", capacity_bytes=MEMORY_BYTES + 1, notices=notices)
-    assert not wins(tmp_path, setting="auto", capacity_bytes=MEMORY_BYTES, notices=notices)
+    assert not wins(tmp_path, setting="off", capacity_bytes=total_memory_bytes() + 1, notices=notices)
+    assert not wins(tmp_path, setting="auto", capacity_bytes=total_memory_bytes(), notices=notices)
     assert tried == []
-    assert wins(tmp_path, setting="auto", capacity_bytes=MEMORY_BYTES + 1, notices=notices)
+    assert wins(tmp_path, setting="auto", capacity_bytes=total_memory_bytes() + 1, notices=notices)
     speeds = (2.0, 1.9)
-    assert not wins(tmp_path, setting="auto", capacity_bytes=MEMORY_BYTES + 1, notices=notices)
+    assert not wins(tmp_path, setting="auto", capacity_bytes=total_memory_bytes() + 1, notices=notices)
 
 
 def test_the_trial_measures_something_and_leaves_nothing(tmp_path: Path) -> None:
     wins(
         tmp_path,
         setting="auto",
-        capacity_bytes=MEMORY_BYTES + 1,
+        capacity_bytes=total_memory_bytes() + 1,
         notices=Notices(logging.getLogger(__name__)),
     )
     assert list(tmp_path.iterdir()) == []

@@ -38,11 +38,11 @@ def test_growth_is_what_a_key_costs_last_to_first():
 
 
 def test_too_many_objects_for_the_machine_are_named_and_left_out(tmp_path, monkeypatch):
-    assert why_not(1000, tmp_path) is None
-    assert "disk" in why_not(10**12, tmp_path)
-    monkeypatch.setattr(lookup, "why_not", lambda objects, folder: f"{objects} are too many")
+    assert why_not(1000, tmp_path, backend="lmdb") is None
+    assert "disk" in why_not(10**12, tmp_path, backend="file")
+    monkeypatch.setattr(lookup, "why_not", lambda objects, folder, backend: f"{objects} are too many")
     results = lookup.Results()
-    lookup.measure_daemon(results, tmp_path, objects_max=10**12, repetitions=1)
+    lookup.measure_daemon(results, tmp_path, backend="lmdb", counts=counts_up_to(10**12), repetitions=1)
     assert results.objects == []
     assert len(results.skipped) == len(counts_up_to(10**12))
 
@@ -83,6 +83,7 @@ def test_the_command_tells_everything_as_json(document):
     assert set(fields) == {
         "hashing",
         "objects",
+        "whole",
         "restart",
         "directory",
         "eviction",
@@ -95,8 +96,17 @@ def test_the_command_tells_everything_as_json(document):
     [row] = fields["objects"]
     assert row["objects"] == 3000
     assert all(row[name] > 0 for name in ("lookup_us", "get_us", "put_us", "null_call_us"))
-    assert fields["restart"][0]["objects"] >= 3000
-    assert fields["restart"][0]["ready_s"] > 0
+    assert [row["ended_by"] for row in fields["restart"]] == ["SIGTERM", "SIGKILL"]
+    assert all(row["objects"] >= 3000 and row["ready_s"] > 0 for row in fields["restart"])
+    assert [row["operation"] for row in fields["whole"]] == [
+        "nothing",
+        "put of another tenant",
+        "list namespaces",
+        "verify",
+        "put into the full store",
+        "erase of that tenant",
+    ]
+    assert all(row["lookup_ms_max"] > 0 for row in fields["whole"][:1])
     assert fields["skipped"] == []
     assert [row["objects"] for row in fields["index"]] == [2_000, 20_000]
     assert all(value > 0 for row in fields["index"] for value in row.values())
@@ -108,6 +118,7 @@ def test_the_command_prints_tables_for_people(document):
     for title in (
         "Block keys",
         "hicached by resident objects",
+        "The whole store",
         "in this process",
         "Restart",
         "Directory.open",
@@ -117,7 +128,7 @@ def test_the_command_prints_tables_for_people(document):
 
 
 def test_growing_counts_share_one_daemon(tmp_path):
-    bench = CountBench(tmp_path / "daemon", objects_max=600, repetitions=2)
+    bench = CountBench(tmp_path / "daemon", backend="file", counts=(300, 600), repetitions=2)
     try:
         assert [bench.measure(count).objects for count in (300, 600)] == [300, 600]
     finally:

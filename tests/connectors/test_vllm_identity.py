@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from hicache.connectors import vllm_identity
+from hicache.connectors import config_values, vllm_identity
 from hicache.connectors.vllm_identity import (
     EngineFacts,
     EngineIdentity,
@@ -266,7 +266,7 @@ def test_the_same_in_another_process(tmp_path: Path) -> None:
 def test_a_descriptor_stays_small_and_names_what_differs() -> None:
     described = dict(identity(lambda engine, _: setattr(engine.cache_config, "cache_dtype", "fp8_e4m3")).fields)
     assert described["cache_config.cache_dtype"] == "fp8_e4m3"
-    assert all(len(str(value)) <= vllm_identity.VALUE_CHARS_MAX for value in described.values())
+    assert all(len(str(value)) <= config_values.VALUE_CHARS_MAX for value in described.values())
     assert identity().digest == digest_fields([("model", "LlamaForCausalLM"), ("revision", "r"), *identity().fields])
 
 

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 import threading
 
 import pytest
 
 from hicache.daemon import loop_delay
 from hicache.daemon.loop_delay import PERIOD_S, PERIODS_MAX, Delay, LoopDelay
-from hicache.wire.bulk import BULK_HELLO, BULK_MAGIC
 from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.raw_links import object_key
@@ -62,28 +60,6 @@ def test_a_scrape_that_takes_long_holds_up_nobody(daemon: ThreadedDaemon, monkey
     [(status, body)] = told
     assert status == 200
     assert "hicache_ready 1.0" in body
-
-
-def test_a_bulk_connection_that_gets_no_thread_is_closed_and_forgotten(
-    daemon: ThreadedDaemon, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = threading.Thread.start
-
-    def refuse(thread: threading.Thread) -> None:
-        if thread.name == "hicached-bulk":
-            raise RuntimeError("can't start new thread")
-        start(thread)
-
-    with Client(daemon.target) as client, socket.socket(socket.AF_UNIX) as connection:
-        monkeypatch.setattr(threading.Thread, "start", refuse)
-        connection.settimeout(10)
-        connection.connect(daemon.config.bulk_socket)
-        connection.sendall(BULK_HELLO.pack(BULK_MAGIC, client.secret))
-        assert connection.recv(1) == b"", "closed without a word"
-        [session] = daemon.daemon.drain._sessions or ()
-        wait_until(lambda: not session.connections, what="the connection is forgotten")
-        monkeypatch.undo()
-        client.put_stream([object_key(1)], [b"the next one has a thread"])
 
 
 def clocked(ticks: list[tuple[float, float]]) -> LoopDelay:

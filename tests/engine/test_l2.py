@@ -12,9 +12,9 @@ import pytest
 import torch
 
 from hicache.errors import ConfigError, UsageError
+from hicache.memory_limits import AvailableMemory, available_memory
 from hicache.pools import L2Pool, l2, registration
 from hicache.pools.host_memory import HostMemory
-from hicache.pools.memory_limits import AvailableMemory, available_memory
 from hicache.pools.numa import node_of
 from hicache.pools.registration import CudaRegistrar, registrar_for
 from tests.engine.l2_rig import CudartDouble, FakeRegistrar, mapped_pools, nothing_is_left

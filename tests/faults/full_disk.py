@@ -26,6 +26,7 @@ class FullDisk:
     def __init__(self, folder: Path, full: range = range(NEVER, NEVER)) -> None:
         self._folder = str(folder.resolve())
         self._full = full
+        self._has_folders = False
         self.calls = 0
 
     @contextmanager
@@ -34,7 +35,8 @@ class FullDisk:
         with pytest.MonkeyPatch.context() as patch:
             for name in ("write", "pwrite", "pwritev", "posix_fallocate", "ftruncate"):
                 patch.setattr(os, name, self._failing(getattr(os, name), self._is_descriptor_below))
-            for name in ("mkdir", "rename", "replace"):
+            patch.setattr(os, "mkdir", self._failing(os.mkdir, self._is_counted_folder))
+            for name in ("rename", "replace"):
                 patch.setattr(os, name, self._failing(getattr(os, name), self._is_below))
             patch.setattr(os, "open", self._failing(os.open, self._is_new_file))
             patch.setattr(builtins, "open", self._failing(builtins.open, self._is_opened_for_writing))
@@ -58,6 +60,15 @@ class FullDisk:
 
     def _is_below(self, path: object, *_: object, **__: object) -> bool:
         return isinstance(path, str | os.PathLike) and os.path.realpath(path).startswith(self._folder)
+
+    def _is_counted_folder(self, path: object, *_: object, **__: object) -> bool:
+        """The folders of objects, which are made together, count as the first of them."""
+        if not self._is_below(path):
+            return False
+        is_of_objects = Path(str(path)).parent.name == "objects"
+        is_first = not (is_of_objects and self._has_folders)
+        self._has_folders |= is_of_objects
+        return is_first
 
     def _is_descriptor_below(self, descriptor: int, *_: object, **__: object) -> bool:
         with contextlib.suppress(OSError):

@@ -7,10 +7,10 @@ from random import Random
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hicache.ceiling import PRECISION, SLICE_S, SLICES, Ceiling, CeilingReading, DistinctKeys
+from hicache.ceiling import BATCH_KEYS, PRECISION, SLICE_S, SLICES, Ceiling, CeilingReading, DistinctKeys
 from hicache.histogram import LATENCY_S, Histogram
 
 ERROR = 1.04 / 2 ** (PRECISION / 2)  # standard error
@@ -94,6 +94,28 @@ def test_the_window_forgets_what_is_older_than_an_hour() -> None:
     clock.now_s += 2 * SLICES * SLICE_S
     assert ceiling.read() == CeilingReading()
     assert len(ceiling._slices) <= SLICES
+
+
+@settings(max_examples=30)
+@given(sizes=st.lists(st.integers(0, 2 * BATCH_KEYS), max_size=4), moves=st.lists(st.integers(0, 4), max_size=3))
+def test_keys_in_batches_count_as_if_each_had_been_counted_at_once(sizes: list[int], moves: list[int]) -> None:
+    clock = Clock()
+    batched, at_once = Ceiling(clock=clock), Ceiling(clock=clock)
+    at_once._seed = batched._seed
+    first = 0
+    for number, size in enumerate(sizes):
+        missed = keys(first, first + size)
+        first += size // 2
+        batched.note(size + 3, missed)
+        at_once.note(3, [])
+        for key in missed:
+            at_once.note(1, [key])
+            at_once._current().take_in()
+        assert sum(len(part.waiting) for part in batched._slices) < BATCH_KEYS
+        if number in moves:
+            clock.now_s += SLICE_S
+    assert batched.read() == at_once.read()
+    assert not any(part.waiting for part in batched._slices)
 
 
 @given(values=st.lists(st.floats(0, 100), min_size=1, max_size=50), share=st.floats(0, 1))

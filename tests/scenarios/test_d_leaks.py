@@ -31,6 +31,7 @@ from tests.daemon.client import DESCRIPTOR, Client
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.raw_links import CALL_S, Bulk, Memory, object_key, payload_of
 from tests.daemon.rig import DaemonProcess, scrape, wait_until
+from tests.scenarios.scale import TIMEOUT_S, at_scale
 
 Start = Callable[..., DaemonProcess]
 StartThread = Callable[..., ThreadedDaemon]
@@ -39,6 +40,8 @@ ROOT = Path(__file__).parents[2]
 PAGE = 64 * 1024
 KEY = object_key(1)
 READERS = 150
+TINY_OBJECTS = at_scale(500_000, 10_000_000)
+CLIENTS_THAT_DIE = at_scale(64, 1000)
 FILLS_THE_TABLE = """
 import lmdb, os, sys
 is_full = False
@@ -154,13 +157,14 @@ def test_br_054_a_reader_table_that_killed_processes_have_filled_is_cleared_when
 
 INDEX_OF_TINY_OBJECTS = """
 import gc
+import sys
 import numpy as np
 import psutil
 from hicache.backends.key_rows import PackedKeys
 from hicache.backends.residents import Residents
 index = Residents(stored_bytes=lambda size: size)
 before_bytes = psutil.Process().memory_info().rss
-for seed in range(10):
+for seed in range(int(sys.argv[1]) // 50_000):
     raw = np.random.default_rng(seed).integers(0, 256, size=(50_000, 36), dtype=np.uint8)
     keys = PackedKeys(raw.tobytes(), 36, prefix=b"tenant-of-a-test")
     index.load(keys, np.full(len(keys), 100), np.full(len(keys), 1.0))
@@ -170,11 +174,12 @@ print(len(index), psutil.Process().memory_info().rss - before_bytes)
 """
 
 
+@pytest.mark.timeout(TIMEOUT_S)
 def test_br_060_the_index_of_tiny_objects_takes_so_much_for_each_and_is_bounded() -> None:
-    command = [sys.executable, "-c", INDEX_OF_TINY_OBJECTS]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=60)
+    command = [sys.executable, "-c", INDEX_OF_TINY_OBJECTS, str(TINY_OBJECTS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=TIMEOUT_S)
     objects, grown_bytes = map(int, done.stdout.split())
-    assert objects == 500_000
+    assert objects == TINY_OBJECTS
     assert 40 < grown_bytes / objects < 200
     assert OBJECTS_MAX * 200 < 4 << 30
 
@@ -192,12 +197,13 @@ def test_br_060_tiny_objects_are_evicted_at_objects_max_however_much_room_there_
     assert samples["hicache_store_used_bytes"] < samples["hicache_store_capacity_bytes"]
 
 
+@pytest.mark.timeout(TIMEOUT_S)
 def test_br_060_clients_that_register_and_die_leave_no_record(start_thread: StartThread) -> None:
     daemon = start_thread()
     with Client(daemon.target) as keeper, Memory(4096) as memory:
         assert keeper.put_stream([object_key(1)], [b"bytes"]) == [Outcome.OK]
         fds_before = psutil.Process().num_fds()
-        for number in range(64):
+        for number in range(CLIENTS_THAT_DIE):
             client = Client(daemon.target, name=f"victim-{number}", descriptor=DESCRIPTOR | {"revision": str(number)})
             assert client.lookup([object_key(1)], lease_ms=60_000)[1]
             client.attach(memory)

@@ -28,6 +28,9 @@ from tests.core.test_spec import spec_of
 from tests.daemon.client import Client
 from tests.daemon.raw_links import object_key, payload_of
 from tests.daemon.rig import TOKEN, DaemonProcess, scrape, tenants_file
+from tests.scenarios.scale import TIMEOUT_S, at_scale
+
+KILLS, CLIENTS = at_scale(2, 50), at_scale(8, 100)
 
 
 @pytest.fixture
@@ -114,20 +117,21 @@ def store_many(target: str, first: int, stored: threading.Semaphore) -> None:
             stored.release()
 
 
+@pytest.mark.timeout(TIMEOUT_S)
 def test_br_063_a_daemon_killed_amid_many_stores_removes_what_it_left_tells_how_much_and_counts_the_rest(
     start: Callable[..., DaemonProcess], folder: Path
 ) -> None:
-    settings = {"backend": "file", "capacity_bytes": 1 << 30, "io_threads": 8}
+    settings = {"backend": "file", "capacity_bytes": 1 << 30, "io_threads": 8, "sessions_max": 2 * CLIENTS}
     daemon = start(**settings)
-    for kill in range(2):
+    for kill in range(KILLS):
         stored = threading.Semaphore(0)
         threads = [
-            threading.Thread(target=store_many, args=(daemon.target, 100_000 * kill + 1000 * client, stored))
-            for client in range(8)
+            threading.Thread(target=store_many, args=(daemon.target, 1000 * (CLIENTS * kill + client), stored))
+            for client in range(CLIENTS)
         ]
         for thread in threads:
             thread.start()
-        for _ in range(8):
+        for _ in range(CLIENTS):
             assert stored.acquire(timeout=60)
         daemon.kill()
         for thread in threads:

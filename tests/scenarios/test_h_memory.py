@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from hicache.errors import BackendError, ConfigError, SpecError
+from hicache.memory_limits import AvailableMemory, available_memory
 from hicache.pools import L2Pool, l2, registration
-from hicache.pools.memory_limits import AvailableMemory, available_memory
 from hicache.sizing import l2_slot_counts
 from hicache.spec import CacheSpec, PagedGroup, StateField, StateGroup
 from tests.backends.fake_mooncake import FakeMooncake, open_fake

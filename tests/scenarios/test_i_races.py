@@ -28,10 +28,12 @@ from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.raw_links import Memory, object_key, payload_of
 from tests.daemon.rig import scrape, wait_until
 from tests.daemon.test_faults import Flood
+from tests.scenarios.scale import TIMEOUT_S, at_scale
 
 StartThread = Callable[..., ThreadedDaemon]
 
 OBJECT = 64 * 1024
+REQUESTS = at_scale(100, 10_000)
 KEYS = [object_key(number) for number in range(4)]
 
 
@@ -89,6 +91,7 @@ def test_br_101_what_is_gone_between_lookup_and_fetch_shortens_the_prefix() -> N
     world.wind_up()
 
 
+@pytest.mark.timeout(TIMEOUT_S)
 def test_br_101_no_request_of_an_engine_fails_at_a_store_that_is_full_all_the_time(
     start_thread: StartThread, make: Make
 ) -> None:
@@ -111,8 +114,8 @@ def test_br_101_no_request_of_an_engine_fails_at_a_store_that_is_full_all_the_ti
     writing.start()
     chance, from_l3, computed, requests = random.Random(3), 0, 0, 0
     try:
-        while requests < 100 or not (from_l3 and computed and evicted_objects(daemon)):
-            assert requests < 5000
+        while requests < REQUESTS or not (from_l3 and computed and evicted_objects(daemon)):
+            assert requests < REQUESTS + 5000
             restored = reader.serve(prompt(4, seed=chance.randrange(4)))  # which checks every byte
             requests += 1
             from_l3 += restored.by_source["l3"]
@@ -244,7 +247,7 @@ def test_br_107_a_prefetch_whose_anchor_was_evicted_publishes_nothing() -> None:
     world.executor.run_all()
     assert world.directory.index.nodes == {}
     assert world.directory.index.pools[Tier.L2][0].used_count == 14
-    assert world.prefetcher._held == [0]
+    assert world.prefetcher.fetches.held == [0]
 
 
 def test_br_107_a_prefetch_whose_path_was_split_and_rebuilt_meanwhile_publishes_what_fits() -> None:

@@ -8,8 +8,9 @@ from hashlib import blake2b
 
 import click
 
+from tests.simulation.storm import WEATHERS
 from tests.simulation.tally import Tally
-from tests.simulation.world import WEATHERS, World
+from tests.simulation.world import World
 
 
 @click.command()
@@ -17,13 +18,16 @@ from tests.simulation.world import WEATHERS, World
 @click.option("--lives", default=100, show_default=True, help="How many.")
 @click.option("--weather", type=click.Choice(sorted(set(WEATHERS))), default=None, help="Default: as the seed has it.")
 @click.option("--statements", default=0.0, help="Switch between statements, too: at one of so many.")
-def main(seed: int, lives: int, weather: str | None, statements: float) -> None:
+@click.option(
+    "--ranks/--one-rank", default=None, help="Engines have several, or one each. Default: as the seed has it."
+)
+def main(seed: int, lives: int, weather: str | None, statements: float, ranks: bool | None) -> None:
     """Simulated lives of a node. Exits with 1 when one of them went wrong."""
     tally, wrong = Tally(), []
     began_s = time.perf_counter()
     for number in range(seed, seed + lives):
         try:
-            tally.add(World(number, weather=weather or "", statements=statements).run())
+            tally.add(World(number, weather=weather or "", statements=statements, ranks=ranks).run())
         except Exception as error:
             wrong.append(number)
             traceback.print_exception(error)

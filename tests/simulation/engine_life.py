@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Protocol
 
+from hicache.cache import HiCache
 from hicache.node import Tier
+from hicache.sequence import Request, Restored
+from hicache.spec import CacheSpec
 from tests.core.small_engine import PAGE, SmallEngine
 from tests.simulation.daemon_life import STOP_S_MAX
+from tests.simulation.replica import END_S_MAX
 from tests.simulation.scheduler import Process, SimulationError
 
 if TYPE_CHECKING:
@@ -19,7 +24,41 @@ SERVE_S_MAX = 120.0  # no request takes longer, whatever happens: every wait in 
 REST_S_MAX = (
     600.0  # after its last request an engine has everything back within, from a disk that freezes again and again
 )
+RESTART_LOST_SHARE = 0.5  # of requests of a replica that has lost a rank, which restores nothing any more
 RESTART_SHARE = 0.15  # of requests after which an engine goes and comes again, and finds in L3 what it has lost
+
+
+class Engine(Protocol):
+    """An engine process, or those of a replica, with all that is checked in it."""
+
+    spec: CacheSpec
+    cache: HiCache
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a rank is lost, so that it has to be started again."""
+        ...
+
+    @property
+    def l3s(self) -> list[Any]:  # Any: clients of hicached, of all ranks
+        """How it reaches L3."""
+        ...
+
+    def check(self, request: Request, tokens: Sequence[int], restored: int) -> None: ...
+
+    def write_page(self, request: Request, tokens: Sequence[int], end: int) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class OneRank(SmallEngine):
+    """The usual engine."""
+
+    has_lost = False
+
+    @property
+    def l3s(self) -> list[Any]:
+        return [self.cache.l3]
 
 
 class EngineLife:
@@ -48,7 +87,7 @@ class EngineLife:
         while self._left > 0:
             self._left -= 1
             self._serve(engine)
-            if sim.rng.random() < RESTART_SHARE:
+            if sim.rng.random() < (RESTART_LOST_SHARE if engine.has_lost else RESTART_SHARE):
                 engine.cache.flush(timeout_s=10)
                 self._close(engine)
                 engine = self._open()
@@ -56,15 +95,15 @@ class EngineLife:
         self._close(engine)
         self.is_done = True
 
-    def _open(self) -> SmallEngine:
-        engine = self._world.make_engine(tenant=self._tenant)
+    def _open(self) -> Engine:
+        engine = self._world.make_engine(name=self._name, tenant=self._tenant)
         threading = self._world.node.threading
         self._is_closing = threading.Event()
         self._observer = threading.Thread(target=self._observe, args=(engine, self._is_closing), name="observer")
         self._observer.start()
         return engine
 
-    def _observe(self, engine: SmallEngine, is_closing: Any) -> None:
+    def _observe(self, engine: Engine, is_closing: Any) -> None:
         """Harness 4: at any moment what is usable has all its pages, windows and states, and every byte of them."""
         world, sim = self._world, self._world.scheduler
         while not is_closing.wait(sim.rng.expovariate(2.0)):
@@ -75,7 +114,7 @@ class EngineLife:
                 if sim.rng.random() < 0.5:
                     engine.cache.prefetch(request)
                     engine.cache.wait(request)
-                restored = engine.cache.load(request, timeout_s=2.0)
+                restored = load(engine, request, timeout_s=2.0)
                 if restored is not None:
                     engine.check(request, real, restored.tokens)
                     world.tally.observed += 1
@@ -91,7 +130,7 @@ class EngineLife:
         computed = [1_000_000 * (len(SALTS) * self._tenant + salt) + token for token in tokens]
         return tokens, computed, SALTS[salt]
 
-    def _serve(self, engine: SmallEngine) -> None:
+    def _serve(self, engine: Engine) -> None:
         world, sim = self._world, self._world.scheduler
         began_s = sim.now_s
         tokens, computed, salt = self._draw()
@@ -101,7 +140,7 @@ class EngineLife:
             is_served = sim.rng.random() < 0.9
             if is_served:
                 engine.cache.wait(request)
-                restored = engine.cache.load(request, timeout_s=5.0)
+                restored = load(engine, request, timeout_s=5.0)
                 is_served = restored is not None
             if is_served and restored is not None:
                 engine.check(request, computed, restored.tokens)
@@ -117,7 +156,7 @@ class EngineLife:
             raise SimulationError(f"a request took {sim.now_s - began_s:g} s")
         sim.sleep(sim.rng.expovariate(1.0))
 
-    def _compute(self, engine: SmallEngine, request: Any, tokens: list[int], start: int) -> bool:
+    def _compute(self, engine: Engine, request: Any, tokens: list[int], start: int) -> bool:
         """To the end of the prompt. False when a page finds no room."""
         for end in range(start + PAGE, len(tokens) + 1, PAGE):
             if not engine.cache.extend(request, tokens=end, timeout_s=5.0):
@@ -128,23 +167,56 @@ class EngineLife:
             self._world.scheduler.maybe_switch()
         return True
 
-    def _close(self, engine: SmallEngine) -> None:
+    def _close(self, engine: Engine) -> None:
         sim = self._world.scheduler
         self._is_closing.set()
         self._observer.join()
         check_rest(engine, sim)
-        executor = engine.cache._replica.executor
-        assert executor is not None
-        raised = {name: count for name, count in executor.faults().items() if name.startswith(("l3.", "on_", "bad_"))}
+        raised = {name: count for name, count in faults_of(engine).items() if name.startswith(("l3.", "on_", "bad_"))}
         if raised:
             raise SimulationError(f"somebody raised or reported nonsense: {raised}")
         began_s = sim.now_s
         engine.close()
-        if sim.now_s - began_s > STOP_S_MAX:
+        if sim.now_s - began_s > STOP_S_MAX + END_S_MAX * self._world.has_ranks:
             raise SimulationError(f"closing an engine took {sim.now_s - began_s:g} s")
 
 
-def check_moment(engine: SmallEngine) -> None:
+def load(engine: Engine, request: Request, *, timeout_s: float) -> Restored | None:
+    """Harness 4 over shards: once a rank is lost, nothing is restored, whatever the other ranks have."""
+    had_lost = engine.has_lost
+    restored = engine.cache.load(request, timeout_s=timeout_s)
+    if had_lost and restored is not None and restored.tokens:
+        raise SimulationError(f"{restored.tokens} tokens were restored without {engine.cache.stats.ranks_lost}")
+    return restored
+
+
+def serve(engine: Engine, tokens: Sequence[int]) -> int:
+    """A whole request, from a prompt to its last page: how many tokens of it were restored."""
+    cache = engine.cache
+    request = cache.match(tokens)
+    cache.prefetch(request)
+    cache.wait(request)
+    restored = cache.load(request)
+    if restored is None:
+        raise SimulationError("L1 has no room in calm weather")
+    engine.check(request, tokens, restored.tokens)
+    for end in range(restored.tokens + PAGE, len(tokens) + 1, PAGE):
+        if not cache.extend(request, tokens=end, timeout_s=20):
+            raise SimulationError("L1 has no room in calm weather")
+        engine.write_page(request, tokens, end)
+        cache.state_moved(request)
+        cache.store(request, computed=end, state_at=end if engine.spec.has_state else None)
+    cache.release(request)
+    return restored.tokens
+
+
+def faults_of(engine: Engine) -> dict[str, int]:
+    """What has gone wrong in its own executor, if it has one."""
+    executor = engine.cache._replica.executor
+    return {} if executor is None else executor.faults()
+
+
+def check_moment(engine: Engine) -> None:
     """Harness 1 in an engine, of one moment: every token and object that was counted is in exactly one place."""
     reading = engine.cache.read()
     stats = reading.stats
@@ -160,7 +232,7 @@ def check_moment(engine: SmallEngine) -> None:
             raise SimulationError(f"{name}: {begun} objects begun, {ended} ended, {reading.jobs.open} open")
 
 
-def check_rest(engine: SmallEngine, sim: Any) -> None:
+def check_rest(engine: Engine, sim: Any) -> None:
     """Harness 1 in an engine without requests: slots are those of what it keeps, and nothing is held or on its way.
 
     What hicached has not let go of yet, it does within REST_S_MAX.
@@ -173,7 +245,7 @@ def check_rest(engine: SmallEngine, sim: Any) -> None:
     check_moment(engine)
 
 
-def what_is_held(engine: SmallEngine) -> list[str]:
+def what_is_held(engine: Engine) -> list[str]:
     cache = engine.cache
     held = []
     with cache._changed:
@@ -185,7 +257,7 @@ def what_is_held(engine: SmallEngine) -> list[str]:
                 pins = sum(entry.pins for entry in entries)
                 if (pool.used_count, pins) != (len(entries), 0):
                     held.append(f"{tier.name} {group}: {pool.used_count} slots of {len(entries)} pages, {pins} pins")
-        held += [f"prefetched {number}" for number in directory._prefetcher._held if number]
+        held += [f"prefetched {number}" for number in directory._prefetcher.fetches.held if number]
         held += [f"{node.copying}, {node.storing} under way" for node in nodes if node.copying or node.storing]
         open_jobs = {name: count for name, count in cache._pump.times.read().open.items() if count}
         if open_jobs or directory.stats.prefetch_in_flight:

@@ -7,8 +7,6 @@ from typing import TYPE_CHECKING, Any
 from hicache.client import DaemonL3
 from hicache.client.watch import WatchKind
 from hicache.outcome import Outcome
-from hicache.spec import CacheSpec
-from tests.core.small_engine import PAGE
 from tests.simulation.scheduler import Process, SimulationError
 
 if TYPE_CHECKING:
@@ -39,7 +37,7 @@ class Router:
         world = self._world
         self._client = DaemonL3(
             f"unix://{world.settings['socket']}",
-            spec=CacheSpec("m", "r", world.groups, page_tokens=PAGE),
+            spec=world.spec,
             memory=None,
             token=world.token(0),
             client_name=NAME,

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import os
 import select
 import selectors
 import socket as real_socket
@@ -124,11 +125,10 @@ class Sockets:
 
             def send(self, part: Any, flags: int = 0) -> int:
                 self._meddle()
-                view = memoryview(part).cast("B")
-                size = self._piece(len(view))
+                piece = bytes(memoryview(part).cast("B")[: self._piece(len(part))])  # no view: it may be a bytearray
                 return int(
                     self._blocking(
-                        lambda: real_socket.socket.send(self, view[:size], flags), select.POLLOUT, limit_s=self._limit_s
+                        lambda: real_socket.socket.send(self, piece, flags), select.POLLOUT, limit_s=self._limit_s
                     )
                 )
 
@@ -208,6 +208,30 @@ class Sockets:
 
     def __getattr__(self, name: str) -> Any:  # Any: whatever the module has
         return getattr(real_socket, name)
+
+
+class Eventfds:
+    """In place of the module ``os`` where descriptors are made that belong to no folder: the dead leave some."""
+
+    def __init__(self) -> None:
+        self._open: set[int] = set()
+
+    def eventfd(self, initial: int, flags: int = 0) -> int:
+        descriptor = os.eventfd(initial, flags)
+        self._open.add(descriptor)
+        return descriptor
+
+    def close(self, descriptor: int) -> None:
+        self._open.discard(descriptor)
+        os.close(descriptor)
+
+    def bury(self) -> None:
+        """Close what the dead have left open."""
+        while self._open:
+            self.close(self._open.pop())
+
+    def __getattr__(self, name: str) -> Any:  # Any: whatever the module has
+        return getattr(os, name)
 
 
 class Selectors:

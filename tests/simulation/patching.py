@@ -11,10 +11,12 @@ import logging
 import pkgutil
 import random
 import secrets
+import selectors
 import sys
+import threading
 import time
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import cache
 from typing import Any
@@ -26,7 +28,7 @@ import hicache.client
 import hicache.daemon
 from hicache.notices import Notices
 from tests.simulation import preemption
-from tests.simulation.net import NetworkFaults, Selectors, Sockets
+from tests.simulation.net import Eventfds, NetworkFaults, Selectors, Sockets
 from tests.simulation.primitives import Queues, Threading, Time
 from tests.simulation.rpc import Channel, Rpc, RpcFaults
 from tests.simulation.scheduler import Scheduler, SimulationError
@@ -60,6 +62,7 @@ class Node:
         self.rpc_faults = RpcFaults()
         self.threading = Threading(scheduler)
         self.sockets = Sockets(scheduler, self.network)
+        self.eventfds = Eventfds()
         self.rpc = Rpc(scheduler, self.threading, self.rpc_faults)
         self.complaints: list[str] = []  # what the code under test calls an error of its own
 
@@ -72,8 +75,10 @@ def load_all() -> None:
             if "mooncake" not in found.name and found.name != "__main__":
                 importlib.import_module(f"{package.__name__}.{found.name}")
     importlib.import_module("hicache.cache")
+    importlib.import_module("hicache.ranks.worker")
     importlib.import_module("tests.core.small_engine")
     _functions_with_clocks()  # while the collector shows all
+    _cells_with_factories()
     preemption.prepare()
     gc.freeze()  # so that a collection after each life looks at that life alone
 
@@ -85,11 +90,11 @@ def patched(node: Node) -> Iterator[None]:
     scheduler = node.scheduler
     clock = Time(scheduler)
     fakes: dict[types.ModuleType, Any] = {
-        sys.modules["threading"]: node.threading,
+        threading: node.threading,
         time: clock,
         sys.modules["queue"]: Queues(scheduler, node.threading),
         sys.modules["socket"]: node.sockets,
-        sys.modules["selectors"]: Selectors(scheduler),
+        selectors: Selectors(scheduler),
         random: _SeededRandom(scheduler.rng),
         secrets: Secrets(scheduler.rng),
     }
@@ -97,26 +102,35 @@ def patched(node: Node) -> Iterator[None]:
         for module in [module for name, module in sys.modules.items() if name.startswith("hicache")]:
             for name, value in list(vars(module).items()):
                 if isinstance(value, types.ModuleType) and value in fakes:
-                    _set(stack, module, name, fakes[value])
+                    set_in(stack, module, name, fakes[value])
                 elif isinstance(value, Notices):  # which remembers what it has said in the life before
-                    _set(stack, module, name, Notices(logging.getLogger(module.__name__), clock=clock.monotonic))
-        _set(stack, futures_base, "threading", node.threading)
+                    set_in(stack, module, name, Notices(logging.getLogger(module.__name__), clock=clock.monotonic))
+        set_in(stack, futures_base, "threading", node.threading)
         numbers = itertools.count()
+        slotted: dict[
+            int, tuple[object, int]
+        ] = {}  # without attributes of their own: kept, so that none takes its place
 
-        def number_of(thing: Any) -> int:
+        def number_of(thing: object) -> int:
             """In place of ``id`` and of hashes that are one: they depend on where an object lies."""
-            return vars(thing).setdefault("_simulated_id", next(numbers))  # type: ignore[no-any-return]
+            if type(thing).__dictoffset__:
+                return vars(thing).setdefault("_simulated_id", next(numbers))  # type: ignore[no-any-return]
+            if id(thing) not in slotted:
+                slotted[id(thing)] = (thing, next(numbers))
+            return slotted[id(thing)][1]
 
         futures_base.id = number_of  # type: ignore[attr-defined]  # locks of several futures are taken in its order
         stack.callback(delattr, futures_base, "id")
         for owner in {*_classes_hashed_by_place(), futures_base.Future, asyncio.Event, asyncio.Lock}:
-            _set(stack, owner, "__hash__", number_of)
+            set_in(stack, owner, "__hash__", number_of)
         _replace_defaults(stack, {time.monotonic: clock.monotonic, time.time: clock.time})
+        _replace_factories(stack, fakes)
+        set_in(stack, sys.modules["hicache.ranks.loop"], "os", node.eventfds)
         session = sys.modules["hicache.client.session"]
-        _set(stack, session, "HiCachedStub", node.rpc.stub_class())
-        _set(stack, sys.modules["hicache.client.address"], "grpc", _Grpc(sys.modules["grpc"]))
-        _set(stack, sys.modules["hicache.daemon.server"], "GrpcServer", node.rpc.server_class())
-        _set(stack, sys.modules["hicache.daemon.socket_lock"], "remove_stale_socket", _remove_socket)
+        set_in(stack, session, "HiCachedStub", node.rpc.stub_class())
+        set_in(stack, sys.modules["hicache.client.address"], "grpc", _Grpc(sys.modules["grpc"]))
+        set_in(stack, sys.modules["hicache.daemon.server"], "GrpcServer", node.rpc.server_class())
+        set_in(stack, sys.modules["hicache.daemon.socket_lock"], "remove_stale_socket", _remove_socket)
         stack.enter_context(_complaints_of(node))
         if scheduler.has_points:
             stack.enter_context(preemption.points(scheduler.point))
@@ -141,7 +155,7 @@ def _classes_hashed_by_place() -> Iterator[type]:
         if name.startswith("hicache"):
             for found in vars(module).values():
                 is_class_of_it = isinstance(found, type) and found.__module__ == name
-                if is_class_of_it and found.__hash__ is object.__hash__ and found.__dictoffset__:
+                if is_class_of_it and found.__hash__ is object.__hash__:
                     yield found
 
 
@@ -175,7 +189,7 @@ def _remove_socket(setting: str, path: str) -> None:
         os.unlink(path)
 
 
-def _set(stack: ExitStack, owner: Any, name: str, value: object) -> None:
+def set_in(stack: ExitStack, owner: Any, name: str, value: object) -> None:
     before = getattr(owner, name)
     setattr(owner, name, value)
     stack.callback(setattr, owner, name, before)
@@ -207,6 +221,34 @@ def _functions_with_clocks() -> list[types.FunctionType]:
         and (found.__module__ or "").startswith("hicache")
         and any(value in clocks for value in (*(found.__defaults__ or ()), *(found.__kwdefaults__ or {}).values()))
     ]
+
+
+def _replace_factories(stack: ExitStack, fakes: Mapping[types.ModuleType, Any]) -> None:
+    """What fields of dataclasses are made by was bound when the classes were."""
+    for cell, module, name in _cells_with_factories():
+        stack.callback(setattr, cell, "cell_contents", cell.cell_contents)
+        cell.cell_contents = getattr(fakes[module], name)
+
+
+@cache
+def _cells_with_factories() -> list[tuple[types.CellType, types.ModuleType, str]]:
+    names = {threading: ("Lock", "RLock", "Condition", "Event"), selectors: ("DefaultSelector",)}
+    factories = [(getattr(module, name), module, name) for module in names for name in names[module]]
+    return [
+        (cell, module, name)
+        for function in gc.get_objects()
+        if type(function) is types.FunctionType and (function.__module__ or "").startswith("hicache")
+        for cell in function.__closure__ or ()
+        for factory, module, name in factories
+        if _is_in(cell, factory)
+    ]
+
+
+def _is_in(cell: types.CellType, thing: object) -> bool:
+    try:
+        return cell.cell_contents is thing
+    except ValueError:  # it is empty
+        return False
 
 
 def _replaced(value: Any, replacements: dict[Callable[..., Any], Callable[..., Any]]) -> Any:

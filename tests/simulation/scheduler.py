@@ -17,6 +17,8 @@ import greenlet
 STEP_S = 1e-6  # what a step takes: whoever asks for the time again and again sees it pass
 POLL_SHARE = 0.25  # how often descriptors are looked at while somebody can run anyway
 STEPS_MAX = 3_000_000  # of one life: more is a livelock
+BUSY_STEPS = 100_000  # within BUSY_S: somebody looks again and again, in place of waiting
+BUSY_S = 1.0
 
 
 class SimulationError(AssertionError):
@@ -29,6 +31,8 @@ class Process:
     def __init__(self, name: str) -> None:
         self.name = name
         self.is_alive = True
+        self.is_stopped = False
+        self.held: list[Fiber] = []  # that would run, were it not stopped
         self.at_death: list[Callable[[], object]] = []  # what the kernel does for it
 
 
@@ -65,6 +69,7 @@ class Scheduler:
         self.now_s = 1_000.0
         self.wall_offset_s = 1.7e9
         self.steps = 0
+        self._looked_at_s = 0.0
         self.preempt_share = preempt_share
         self.current: Fiber | None = None
         self.is_over = False
@@ -109,7 +114,9 @@ class Scheduler:
                 self._let_time_pass()
                 continue
             fiber = self._ready.pop(self.rng.randrange(len(self._ready)))
-            if fiber.process.is_alive and not fiber.is_done:
+            if fiber.process.is_stopped:
+                fiber.process.held.append(fiber)
+            elif fiber.process.is_alive and not fiber.is_done:
                 self._switch_to(fiber)
 
     def _switch_to(self, fiber: Fiber) -> None:
@@ -117,6 +124,12 @@ class Scheduler:
         self.now_s += STEP_S
         if self.steps > STEPS_MAX:
             raise SimulationError(f"{STEPS_MAX} steps without an end, the last one of {fiber.name}")
+        if self.steps % BUSY_STEPS == 0:
+            passed_s, self._looked_at_s = self.now_s - self._looked_at_s, self.now_s
+            if passed_s < BUSY_S:
+                raise SimulationError(
+                    f"{BUSY_STEPS} steps in {passed_s:.3f} s, the last one of {fiber.name}: who waits?"
+                )
         self._digest.update(b"%d %d;" % (fiber.number, int(self.now_s * 1e6)))
         self.current = fiber
         asyncio._set_running_loop(fiber.loop)
@@ -199,6 +212,20 @@ class Scheduler:
             act()
         for number in [number for number, fiber in self._polled.items() if fiber.process is process]:
             del self._polled[number]
+
+    def stop(self, process: Process, *, seconds: float) -> None:
+        """As SIGSTOP, and SIGCONT some time later. One that is stopped already stays so for as long as it was to."""
+        if process.is_stopped:
+            return
+        process.is_stopped = True
+
+        def go_on() -> None:
+            self.sleep(seconds)
+            process.is_stopped = False
+            self._ready += process.held
+            process.held = []
+
+        self.spawn(go_on, name=f"{process.name}:stopped", process=Process("kernel"))
 
     def bury(self) -> None:
         """End what is left of everybody, so that nothing of this life is there in the next one."""

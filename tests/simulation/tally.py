@@ -15,6 +15,8 @@ class Tally:
     from_l3_tokens: int = 0
     daemon_kills: int = 0
     daemon_stops: int = 0
+    failed_starts: int = 0  # of daemons
+    power_losses: int = 0
     engine_kills: int = 0
     connections_broken: int = 0
     calls_lost: int = 0
@@ -28,6 +30,12 @@ class Tally:
     watched: int = 0  # events
     operated: int = 0  # lookups, pins and deletes of a neighbour
     streams_broken: int = 0
+    replicas: int = 0  # of several ranks
+    rank_kills: int = 0
+    ranks_lost: int = 0
+    ranks_stopped: int = 0
+    shards_failed: int = 0  # objects that failed for one rank alone
+    links_cut: int = 0
     steps: int = 0
     lives: int = 0
     traces: list[str] = field(default_factory=list)

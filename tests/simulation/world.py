@@ -15,25 +15,24 @@ from typing import Any
 
 from hicache.backends import file_store
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy
-from tests.core.small_engine import ATTENTION, HYBRID, PAGE, SmallEngine
-from tests.simulation.daemon_life import CAPACITIES, DaemonLife
+from hicache.spec import CacheSpec
+from tests.core.small_engine import ATTENTION, HYBRID, PAGE
+from tests.simulation.daemon_life import CAPACITIES, QUOTAS, DaemonLife
 from tests.simulation.disk import DiskFaults
-from tests.simulation.engine_life import EngineLife, check_rest
+from tests.simulation.engine_life import Engine, EngineLife, OneRank, check_rest, faults_of, serve
+from tests.simulation.lmdb_disk import LmdbDisk
 from tests.simulation.neighbours import Router
 from tests.simulation.net import Loop
 from tests.simulation.patching import Node, patched
+from tests.simulation.rank_faults import RankFaults
+from tests.simulation.replica import SPLIT, Crew, shapes_of, start_replica
 from tests.simulation.scheduler import Process, Scheduler, SimulationError
+from tests.simulation.storm import WEATHERS, Storm
 from tests.simulation.tally import Tally
 
 TOKENS = ("token-of-tenant-a-0123456789", "token-of-tenant-b-0123456789")
 HEAL_S = 40.0  # after the last fault: sessions, breakers and memory are back by then
-WEATHERS = (
-    "mixed",
-    "mixed",
-    "freezing",
-    "forgetful",
-    "late",
-)  # which faults come, all of them or one kind again and again
+RANKS_SHARE = 0.3  # of lives whose engines have several ranks
 MODES: tuple[PrefetchMode, ...] = ("best_effort", "wait_complete", "timeout")
 
 
@@ -41,9 +40,17 @@ class World:
     """Everything of one life."""
 
     def __init__(
-        self, seed: int, *, engines: int = 2, requests: int = 12, weather: str = "", statements: float = 0.0
+        self,
+        seed: int,
+        *,
+        engines: int = 2,
+        requests: int = 12,
+        weather: str = "",
+        statements: float = 0.0,
+        ranks: bool | None = None,
     ) -> None:
-        """With ``statements`` fibers lose their turn between statements, too: one of so many, on average."""
+        """With ``statements`` fibers lose their turn between statements, too: one of so many, on average. ``ranks``:
+        whether engines have several; None: as the seed has it."""
         self.seed = seed
         self.scheduler = Scheduler(seed, statements_per_switch=statements)
         self.node = Node(self.scheduler)
@@ -79,16 +86,30 @@ class World:
             masters.write_text(f"master {sha256(b'master').hexdigest()}\n")
             masters.chmod(0o600)
             self.settings["encryption_keys"] = str(masters)
-        self.groups = self.rng.choice((HYBRID, HYBRID, (ATTENTION,)))
+        self.rank_faults = RankFaults()
+        self.shapes = shapes_of(self.rng.choice(("heads", "heads", "stages")))
+        drawn_ranks = self.rng.random() < RANKS_SHARE
+        self.has_ranks = drawn_ranks if ranks is None else ranks
+        self.groups = SPLIT if self.has_ranks else self.rng.choice((HYBRID, HYBRID, (ATTENTION,)))
+        self.spec = self.shapes[0][0] if self.has_ranks else CacheSpec("m", "r", self.groups, page_tokens=PAGE)
+        self.crews: dict[str, Crew] = {}  # by their engine, the last of each
         self.is_storming = True  # until the last fault: then only engines change what is stored
         self.kept: list[Any] = []  # tasks that nobody else refers to
         self.daemon = DaemonLife(self)
+        self.lmdb_disk = LmdbDisk(self.scheduler, self.node.threading, self.disk, die=self.daemon.kill)
+        self.storm = Storm(self)
         self.router = Router(self)
 
     def write_tenants(self, rng: random.Random) -> None:
         """The tenants file, with other limits for each."""
         if self.tenant_count > 1:
-            limits = ("", " quota_bytes=600KiB", " quota_objects=60", " ttl_s=3000", " weight=3")
+            limits = (
+                "",
+                f" quota_bytes={QUOTAS[str(self.settings['backend'])]}",
+                " quota_objects=60",
+                " ttl_s=3000",
+                " weight=3",
+            )
             tenants = self.folder / "tenants"
             tenants.write_text("".join(f"t{i} {token}{rng.choice(limits)}\n" for i, token in enumerate(TOKENS)))
             tenants.chmod(0o600)
@@ -109,7 +130,7 @@ class World:
     def run(self) -> Tally:
         """Raises SimulationError, and whatever a thread of the code under test raises."""
         try:
-            with patched(self.node), self._disk():
+            with patched(self.node), self._disk(), self.lmdb_disk.in_place():
                 director = self.scheduler.spawn(self._direct, name="director", process=Process("director"))
                 try:
                     self.scheduler.run(director)
@@ -118,6 +139,7 @@ class World:
                     for loop in self.loops:
                         loop.bury()
                     self.node.sockets.bury()
+                    self.node.eventfds.bury()
                     for descriptor in self.descriptors():
                         os.close(descriptor)
                     gc.collect()  # what is left of the dead ends here, and not in another life
@@ -154,73 +176,13 @@ class World:
         self.router.start()
         while not all(engine.is_done for engine in self.engines):
             sim.sleep(sim.rng.expovariate(1 / 3.0))
-            self._strike()
+            self.storm.strike()
+            self.daemon.keep_up()
         self.is_storming = False
-        self._heal()
+        self.storm.calm()
+        self.daemon.keep_up()
+        sim.sleep(HEAL_S)
         self._check_the_end()
-
-    def _strike(self) -> None:
-        match self.weather:
-            case "freezing":
-                self.disk.freezes_reads_only = True
-                self.disk.frozen_until_s = self.scheduler.now_s + self.scheduler.rng.uniform(5.0, 30.0)
-            case "late":  # a little more than the ten seconds that engines give a fetch
-                self.disk.freezes_reads_only = True
-                if self.disk.frozen_until_s < self.scheduler.now_s - 1.0:
-                    self.disk.frozen_until_s = self.scheduler.now_s + self.scheduler.rng.uniform(10.2, 14.0)
-            case "forgetful":
-                self.disk.forgets_share = self.scheduler.rng.choice((0.0, 0.05, 0.3))
-            case _:
-                self._strike_at_random()
-
-    def _strike_at_random(self) -> None:
-        sim, network, rpc = self.scheduler, self.node.network, self.node.rpc_faults
-        match sim.rng.randrange(19):
-            case 0:
-                self.daemon.kill()
-                sim.sleep(sim.rng.choice((0.0, 0.0, 1.0, 10.0)))
-                self.daemon.start()
-            case 1:
-                self.daemon.stop()
-                self.daemon.start()
-            case 2:
-                engine = sim.rng.choice(self.engines)
-                if not engine.is_done:
-                    engine.kill()
-                    engine.start()
-            case 3 | 12 | 13:
-                network.break_share = sim.rng.choice((0.002, 0.01, 0.03))
-            case 4:
-                network.delay_share, network.delay_s_max = sim.rng.choice(((0.05, 0.05), (0.3, 0.5), (0.02, 5.0)))
-            case 5:
-                rpc.lost_reply_share = sim.rng.choice((0.0, 0.02, 0.1))
-            case 6:
-                rpc.lost_request_share = sim.rng.choice((0.0, 0.02, 0.1))
-            case 7:
-                rpc.delay_s_max = sim.rng.choice((0.05, 0.5, 4.0))
-            case 9:
-                self.disk.forgets_share = sim.rng.choice((0.0, 0.02))
-            case 8:
-                self.disk.share = sim.rng.choice((0.0, 0.0, 0.01, 0.1))
-            case 14 | 15 | 16:
-                self.disk.frozen_until_s = sim.now_s + sim.rng.uniform(0.5, 20.0)
-            case 17:
-                self.tally.streams_broken += self.node.rpc.break_streams()
-            case 10:
-                self.scheduler.wall_offset_s += sim.rng.choice((-86_400.0, -5.0, 5.0, 86_400.0))
-            case _:
-                self._calm()
-
-    def _calm(self) -> None:
-        network, rpc = self.node.network, self.node.rpc_faults
-        network.break_share, network.delay_share, network.delay_s_max = 0.0, 0.05, 0.05
-        rpc.lost_reply_share = rpc.lost_request_share = 0.0
-        rpc.delay_s_max = 0.05
-        self.disk.share = self.disk.forgets_share = self.disk.frozen_until_s = 0.0
-
-    def _heal(self) -> None:
-        self._calm()
-        self.scheduler.sleep(HEAL_S)
 
     def _check_the_end(self) -> None:
         """After the last fault L3 works again; then everybody stops, and nothing is left of anybody."""
@@ -238,32 +200,37 @@ class World:
     def _l3_works_again(self) -> None:
         tokens = [7_000_000 + number for number in range(3 * PAGE + 1)]
         for expected in (0, 3 * PAGE):
-            engine = self.make_engine("wait_complete")
-            assert engine.cache.l3 is not None
-            if not engine.cache.l3.wait_ready(timeout_s=20):  # type: ignore[attr-defined]
-                raise SimulationError(f"no session although nothing hinders it: {engine.cache.l3.status()}")  # type: ignore[attr-defined]
-            restored = engine.serve(tokens)
-            if restored.tokens != expected:
+            engine = self.make_engine("wait_complete", name="last")
+            for l3 in engine.l3s:
+                if not l3.wait_ready(timeout_s=20):
+                    raise SimulationError(f"no session although nothing hinders it: {l3.status()}")
+            restored = serve(engine, tokens)
+            if restored != expected:
                 raise SimulationError(
-                    f"{restored.tokens} tokens were restored in calm weather, not {expected}: {engine.cache.stats},"
-                    f" {engine.cache._replica.executor.faults()}"  # type: ignore[union-attr]
-                    f" {engine.cache.l3.status()}"  # type: ignore[attr-defined]
+                    f"{restored} tokens were restored in calm weather, not {expected}: {engine.cache.stats},"
+                    f" {faults_of(engine)} {[l3.status() for l3 in engine.l3s]}"
                 )
-            engine.settle()
+            if not engine.cache.flush(timeout_s=20):
+                raise SimulationError("what was stored is not written down in calm weather")
             check_rest(engine, self.scheduler)
             engine.close()
 
-    def make_engine(self, mode: PrefetchMode | None = None, *, tenant: int = 0) -> SmallEngine:
+    def make_engine(self, mode: PrefetchMode | None = None, *, name: str, tenant: int = 0) -> Engine:
+        """Settings that nobody gives are those of the seed."""
         is_late = self.weather == "late"  # what comes too late finds its slot in use again
-        return SmallEngine(
+        policy = PrefetchPolicy(
+            mode or self.rng.choice(MODES), threshold_tokens=0, base_s=1.0, hard_cap_s=1.0 if is_late else 10.0
+        )
+        write_policy = self.rng.choice(("write_through", "write_through", "write_back"))
+        if self.has_ranks:
+            return start_replica(self, name=name, tenant=tenant, prefetch=policy, write_policy=write_policy)
+        return OneRank(
             self.groups,
             token=self.token(tenant),
             l1=self.rng.choice((8, 12, 32)),
             l2=8 if is_late else self.rng.choice((8, 12, 32)),
             address=f"unix://{self.settings['socket']}",
-            prefetch=PrefetchPolicy(
-                mode or self.rng.choice(MODES), threshold_tokens=0, base_s=1.0, hard_cap_s=1.0 if is_late else 10.0
-            ),
+            prefetch=policy,
             copies=self.rng.choice(("reference", "direct")),  # what is measured is not of the seed
-            write_policy=self.rng.choice(("write_through", "write_through", "write_back")),
+            write_policy=write_policy,
         )

@@ -13,21 +13,12 @@ import torch
 
 from hicache.connectors import sglang as connector
 from hicache.connectors import sglang_identity
+from hicache.connectors.sglang_arguments import Arguments
 from hicache.errors import ConfigError
 from tests.client.hicached import HicachedProcess, token_of
 from tests.engines.sglang.conftest import Start
-from tests.engines.sglang.rig import (
-    PAGE_TOKENS,
-    Device,
-    Engine,
-    assert_equal,
-    extra_config,
-    gdn,
-    mha,
-    mla,
-    server,
-    tokens,
-)
+from tests.engines.sglang.devices import PAGE_TOKENS, Device, gdn, mha, mla
+from tests.engines.sglang.rig import Engine, assert_equal, extra_config, server, tokens
 
 ALL = 8 * PAGE_TOKENS
 HEADS = 8
@@ -96,10 +87,15 @@ def test_other_weights_or_arguments_find_nothing(start: Start, config: dict[str,
 
 
 def test_every_argument_that_names_pages_is_one_of_this_release() -> None:
-    arguments = connector._Arguments()
+    arguments = Arguments()
     for name in (
         *sglang_identity._ARGUMENTS,
         *sglang_identity._DRAFT_ARGUMENTS,
+        *sglang_identity._FILES,
+        *sglang_identity._DRAFT_FILES,
+        "load_format",
+        "weight_cache_mode",
+        "speculative_draft_load_format",
         "model_path",
         "revision",
         "download_dir",

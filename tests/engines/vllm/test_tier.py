@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.daemon.rig import DaemonProcess
+from tests.daemon.rig import DaemonProcess, scrape, wait_until
 from tests.engines.vllm.models import MODELS, folder_of
 from tests.engines.vllm.rig import EngineProcess, Output, prompt
 
@@ -54,6 +54,10 @@ def plain(engine: EngineProcess, model: str, *asked: list[int]) -> list[Output]:
     answers = engine.generate(*asked)
     engine.stop()
     return answers
+
+
+def stored(daemon: DaemonProcess) -> float:
+    return scrape(daemon.ready["http"]).get('hicache_store_finished_objects_total{operation="put",outcome="ok"}', 0)
 
 
 def tokens(outputs: list[Output]) -> list[tuple[int, ...]]:
@@ -168,6 +172,9 @@ def test_two_ranks_each_get_their_own_part_of_a_row(start: StartDaemon, engine: 
     asked = prompts("llama")
     process.start("llama", tiered(daemon), tensor_parallel_size=2)
     first = process.generate(*asked)
+    wait_until(
+        lambda: stored(daemon) == 5, what="its rows are stored: vLLM ends a scheduler in a process without waiting"
+    )
     process.stop()
     process.start("llama", tiered(daemon), tensor_parallel_size=2)
     again = process.generate(*asked)
