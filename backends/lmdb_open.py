@@ -105,11 +105,10 @@ def _is_trusted(directory: Path, found: StoreMarker) -> bool:
     LMDB without sync keeps its promises only while the page cache lives: after a power loss any page may be old.
     """
     data, slab = directory / DATA_NAME, directory / SLAB_NAME
-    if not data.exists():
-        return False
-    if not slab.exists():
-        logger.warning("%s starts empty: there is no %s", directory, SLAB_NAME)
-        return False
+    for file in (data, slab):
+        if not file.exists() or not file.stat().st_size:
+            logger.warning("%s starts empty: there is no %s, or nothing in it", directory, file.name)
+            return False
     if not found.survived():
         logger.warning("%s starts empty: the machine went down before it was closed", directory)
         return False

@@ -35,7 +35,7 @@ class InflightBudgets:
     @property
     def waiting_count(self) -> int:
         """How many wait for room of the daemon or of a tenant."""
-        return self.total.waiting_count + sum(budget.waiting_count for budget in self._by_tenant.values())
+        return self.total.waiting_count + sum(budget.waiting_count for budget in list(self._by_tenant.values()))
 
 
 class ByteBudget:

@@ -10,6 +10,7 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 
 from hicache.daemon.acceptor import HELLO_TIMEOUT_S, Acceptor, readable, say
 from hicache.daemon.bulk_calls import BulkCalls, refused
@@ -145,8 +146,15 @@ class BulkSocket:
                 loop.call_soon_threadsafe(session.disconnect, bulk)
 
         thread = threading.Thread(target=serve, name="hicached-bulk", daemon=True)
+        starting: Future[None] | None = None
         try:
-            await asyncio.wrap_future(self._starting.submit(thread.start).future)
+            starting = self._starting.submit(thread.start).future
+            await asyncio.wrap_future(starting)
+        except asyncio.CancelledError:
+            if starting is not None and starting.cancelled():
+                session.disconnect(bulk)
+                bulk.close()
+            raise
         except (RuntimeError, QueueFull) as error:
             session.disconnect(bulk)
             refusal = Refusal(RefusalCode.TOO_MANY_CALLS, f"hicached {error}: {THREAD_LIMITS}")

@@ -31,7 +31,10 @@ class Health:
 
     @property
     def problem(self) -> str:
-        """See ``Storage.problem``; what it said is at most ASK_EVERY_S old, and the time that the answer took."""
+        """See ``Storage.problem``; what it said is at most ASK_EVERY_S old, and the time that the answer took.
+
+        NO_ANSWER after two questions in a row without an answer.
+        """
         return NO_ANSWER if self._storage is not None and self._storage.is_stuck else self._said
 
     @property
@@ -40,6 +43,10 @@ class Health:
         return self.problem != NO_ANSWER
 
     async def _ask(self, storage: Storage) -> None:
+        is_late = False
         while True:
-            self._said = await storage.problem()
+            was_late, said = is_late, await storage.problem()
+            is_late = said == NO_ANSWER
+            if was_late or not is_late:  # once may be for want of a core
+                self._said = said
             await asyncio.sleep(ASK_EVERY_S)

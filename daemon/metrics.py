@@ -44,7 +44,7 @@ class Metrics:
         return Gauge(name, description, labels, registry=self.registry)
 
     def render(self) -> bytes:
-        """The Prometheus text format."""
+        """The Prometheus text format: one at a time, in a thread, since that of thousands of tenants takes a while."""
         return generate_latest(self.registry)
 
 

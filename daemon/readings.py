@@ -1,4 +1,7 @@
-"""The numbers that /metrics reads at each scrape rather than counts: sessions, memory, queues, the store."""
+"""The numbers that /metrics reads at each scrape rather than counts: sessions, memory, queues, the store.
+
+They are read in the thread that renders, beside the event loop: of what changes there, a copy is walked through.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,7 @@ def session_readings(sessions: Sessions) -> Iterator[Reading]:
     yield Reading(
         "hicache_region_bytes",
         "Bytes of clients' memory that is mapped.",
-        lambda: sum(region.size_bytes for region in sessions.mapped),
+        lambda: sum(region.size_bytes for region in list(sessions.mapped)),
     )
 
 
@@ -227,7 +230,7 @@ def rate_readings(
     """Who was refused for being too fast."""
 
     def by_limit() -> Values:
-        return {(limit,): sum(rate.refusals[limit] for rate in rates.values()) for limit in ("calls", "bytes")}
+        return {(limit,): sum(rate.refusals[limit] for rate in list(rates.values())) for limit in ("calls", "bytes")}
 
     yield Reading(
         "hicache_rate_refusals",
@@ -239,7 +242,9 @@ def rate_readings(
     yield Reading(
         "hicache_tenant_rate_refusals",
         "Calls and objects of a tenant refused for its rates.",
-        lambda: labels.counters("refusals", {tenant.name: rates[tenant].refusals.total() for tenant in named()}),
+        lambda: labels.counters(
+            "refusals", {tenant.name: rates[tenant].refusals.total() for tenant in named() if tenant in rates}
+        ),
         ("tenant",),
         is_counter=True,
     )

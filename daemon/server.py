@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -22,6 +23,7 @@ from hicache.daemon.drain import Drain
 from hicache.daemon.grpc_server import GrpcServer
 from hicache.daemon.health import Health
 from hicache.daemon.hello import Hellos, Identity
+from hicache.daemon.http import CONNECTIONS_MAX
 from hicache.daemon.lifecycle_verbs import serve_lifecycle
 from hicache.daemon.listeners import Listeners, inherited_sockets
 from hicache.daemon.metrics import Metrics, Readings
@@ -64,6 +66,9 @@ from hicache.daemon.version import daemon_version
 from hicache.daemon.watch import Watches
 from hicache.daemon.watchdog import Watchdog
 from hicache.errors import ConfigError
+from hicache.workers import Workers
+
+SCRAPES_MAX = 4 * CONNECTIONS_MAX  # that wait: no more than there are connections
 
 log = structlog.get_logger("hicache.daemon")
 
@@ -95,6 +100,7 @@ class Daemon:
         self._readiness = "starting"
         self._storage: Storage | None = None
         self._health = Health()
+        self._rendering = Workers("hicached-scrape", threads=1, queue_max=SCRAPES_MAX)
         self._looks: StoreLooks | None = None
         self.metrics = Metrics(version=daemon_version(), backend=config.backend, tenants_max=config.metrics_tenants_max)
         self._authority = Authority()
@@ -128,6 +134,7 @@ class Daemon:
             problem=lambda: listeners.files.problem() or self._health.problem,
             readiness=lambda: self._readiness,
         )
+        stages.callback(self._rendering.close, timeout_s=0)
         http = await start_http(config, listeners, probes, self.admin, self.metrics, stages)
         start_loop_delay(self.metrics, stages)
         start_status(self.status_feed, self.admin, stages)
@@ -240,4 +247,4 @@ class Daemon:
     async def _render_metrics(self) -> bytes:
         if self._looks is not None:
             await self._looks.refresh()
-        return self.metrics.render()
+        return await asyncio.wrap_future(self._rendering.submit(self.metrics.render).future)

@@ -12,7 +12,7 @@ ByLabel = Mapping[tuple[str, ...], float]
 
 class TenantLabels:
     """A tenant keeps its label as long as it is there, and ``other`` what tenants had that have gone: no counter ever
-    goes down. Bounded by the tenants that there are. Event loop only.
+    goes down. Bounded by the tenants that there are. Only for the thread that renders.
     """
 
     def __init__(self, tenants_max: int) -> None:

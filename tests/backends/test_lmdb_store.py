@@ -116,6 +116,30 @@ def test_all_space_is_taken_when_the_store_is_opened(backend: LmdbBackend, direc
     assert (directory / SLAB_NAME).stat().st_size == 16 * MIB
 
 
+@pytest.mark.parametrize("name", ["data.mdb", SLAB_NAME])
+@pytest.mark.parametrize("becomes", ["gone", "empty"])
+def test_a_store_that_lost_a_file_starts_empty_and_is_another_one(
+    directory: Path, name: str, becomes: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Who remembers what was in the one before must not look for it in this one."""
+    backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
+    put(backend, (key(1), payload(1, MIB)))
+    before = backend.store_id
+    backend.close()
+    if becomes == "gone":
+        (directory / name).unlink()
+    else:
+        (directory / name).write_bytes(b"")
+    backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
+    try:
+        assert f"starts empty: there is no {name}, or nothing in it" in caplog.text
+        assert backend.store_id != before
+        assert backend.usage().objects == 0
+        assert put(backend, (key(1), payload(1, MIB))) == [Outcome.OK]
+    finally:
+        backend.close()
+
+
 def test_chunks_of_deleted_objects_are_written_again_first(backend: LmdbBackend) -> None:
     put(backend, *[(key(number), payload(number, MIB)) for number in range(4)])
     before = chunks_of(backend, key(2))
