@@ -245,4 +245,21 @@ class Life:
         return World(self.seed, weather=self.weather, statements=self.statements, ranks=self.ranks)
 
 
-LIVES: tuple[Life, ...] = ()
+LIVES: tuple[Life, ...] = (
+    Life(
+        1,
+        (
+            what_failed_counts_as_fetched,
+            attention_alone_is_a_prefix,
+            slots_are_not_given_back,
+            salts_are_forgotten,
+            leases_outlive_their_session,
+            tickets_are_kept,
+            removals_are_not_told,
+            watches_are_not_ended,
+        ),
+    ),
+    Life(1, (checksums_are_not_compared, outcomes_are_of_other_objects), "forgetful"),
+    Life(3, (commits_that_fail_count,), "failing"),
+    Life(1, (threads_that_load_wake_each_other, what_one_rank_has_is_on_all), ranks=True),
+)
