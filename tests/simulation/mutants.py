@@ -257,9 +257,12 @@ LIVES: tuple[Life, ...] = (
             tickets_are_kept,
             removals_are_not_told,
             watches_are_not_ended,
+            tenants_share_keys,
         ),
     ),
+    Life(5, (removed_objects_stay_in_the_accounts,)),
     Life(1, (checksums_are_not_compared, outcomes_are_of_other_objects), "forgetful"),
     Life(3, (commits_that_fail_count,), "failing"),
-    Life(1, (threads_that_load_wake_each_other, what_one_rank_has_is_on_all), ranks=True),
+    Life(20, (chunks_of_failed_puts_are_kept,), "failing"),
+    Life(1, (threads_that_load_wake_each_other, what_one_rank_has_is_on_all, lost_ranks_are_forgotten), ranks=True),
 )
