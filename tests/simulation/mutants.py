@@ -1,4 +1,8 @@
-"""Faults put into the code on purpose: each must end some life early, or the simulation would not find it either."""
+"""Faults put into the code on purpose, to see that lives find them.
+
+Those of LIVES are in the tests. The others need a life that seldom comes: ``python -m tests.simulation --mutant NAME``
+seeks it.
+"""
 
 from __future__ import annotations
 
