@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import time
 import traceback
+from contextlib import nullcontext
 from hashlib import blake2b
 
 import click
 
+from tests.simulation import mutants
 from tests.simulation.storm import WEATHERS
 from tests.simulation.tally import Tally
 from tests.simulation.world import World
@@ -21,17 +23,22 @@ from tests.simulation.world import World
 @click.option(
     "--ranks/--one-rank", default=None, help="Engines have several, or one each. Default: as the seed has it."
 )
-def main(seed: int, lives: int, weather: str | None, statements: float, ranks: bool | None) -> None:
+@click.option("--mutant", default=None, help="With this fault of mutants.py in the code: what finds it goes wrong.")
+def main(seed: int, lives: int, weather: str | None, statements: float, ranks: bool | None, mutant: str | None) -> None:
     """Simulated lives of a node. Exits with 1 when one of them went wrong."""
     tally, wrong = Tally(), []
     began_s = time.perf_counter()
+    options = f" --weather {weather}" * bool(weather) + f" --statements {statements:g}" * bool(statements)
+    options += "" if ranks is None else " --ranks" if ranks else " --one-rank"
     for number in range(seed, seed + lives):
+        fault = nullcontext() if mutant is None else getattr(mutants, mutant)()
         try:
-            tally.add(World(number, weather=weather or "", statements=statements, ranks=ranks).run())
+            with fault:
+                tally.add(World(number, weather=weather or "", statements=statements, ranks=ranks).run())
         except Exception as error:
             wrong.append(number)
             traceback.print_exception(error)
-            click.echo(f"again: python -m tests.simulation --seed {number} --lives 1")
+            click.echo(f"again: python -m tests.simulation --seed {number} --lives 1{options}")
     for name, value in vars(tally).items():
         if name != "traces":
             click.echo(f"{name:20}{value:>12,}")

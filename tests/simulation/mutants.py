@@ -1,4 +1,8 @@
-"""Faults put into the code on purpose: each must end some life early, or the simulation would not find it either."""
+"""Faults put into the code on purpose, to see that lives find them.
+
+Those of LIVES are in the tests. The others need a life that seldom comes: ``python -m tests.simulation --mutant NAME``
+seeks it.
+"""
 
 from __future__ import annotations
 
@@ -245,4 +249,29 @@ class Life:
         return World(self.seed, weather=self.weather, statements=self.statements, ranks=self.ranks)
 
 
-LIVES: tuple[Life, ...] = ()
+LIVES: tuple[Life, ...] = (
+    Life(
+        1,
+        (
+            what_failed_counts_as_fetched,
+            attention_alone_is_a_prefix,
+            slots_are_not_given_back,
+            salts_are_forgotten,
+            leases_outlive_their_session,
+            tickets_are_kept,
+            removals_are_not_told,
+            watches_are_not_ended,
+            tenants_share_keys,
+            what_was_found_is_not_dropped,
+        ),
+    ),
+    Life(5, (removed_objects_stay_in_the_accounts,)),
+    Life(1, (checksums_are_not_compared, outcomes_are_of_other_objects), "forgetful"),
+    Life(6, (doubt_settles_at_once,), "late"),
+    Life(7, (regions_are_not_held,), "late"),
+    Life(23, (the_tally_is_not_locked,), statements=5.0),
+    Life(16, (the_index_is_believed,), "forgetful"),
+    Life(3, (commits_that_fail_count,), "failing"),
+    Life(20, (chunks_of_failed_puts_are_kept,), "failing"),
+    Life(1, (threads_that_load_wake_each_other, what_one_rank_has_is_on_all, lost_ranks_are_forgotten), ranks=True),
+)

@@ -17,7 +17,7 @@ import greenlet
 STEP_S = 1e-6  # what a step takes: whoever asks for the time again and again sees it pass
 POLL_SHARE = 0.25  # how often descriptors are looked at while somebody can run anyway
 STEPS_MAX = 3_000_000  # of one life: more is a livelock
-BUSY_STEPS = 100_000  # within BUSY_S: somebody looks again and again, in place of waiting
+BUSY_STEPS = 40_000  # within BUSY_S: somebody looks again and again, in place of waiting
 BUSY_S = 1.0
 
 

@@ -42,7 +42,7 @@ def test_a_seed_replays_exactly_in_another_process_and_after_another_life() -> N
     assert blake2b(trace.encode(), digest_size=6).hexdigest() in other.stdout.split()
 
 
-@pytest.mark.parametrize("life", LIVES, ids=lambda life: f"{life.weather}-{life.seed}")
+@pytest.mark.parametrize("life", LIVES, ids=lambda life: f"{life.weather}-{life.seed}{'-ranks' * life.ranks}")
 def test_faults_in_the_code_end_lives_that_are_clean_without_them(life: Life) -> None:
     life.world().run()
     survivors = [mutant.__name__ for mutant in life.mutants if not _ends(life, mutant)]
