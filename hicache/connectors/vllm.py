@@ -37,6 +37,7 @@ from hicache.connectors.vllm_identity import (
     EngineIdentity,
     check_hash_algorithm,
     check_version,
+    embedded_positions,
     engine_identity,
     has_media_by_name,
     numbers_media,
@@ -322,6 +323,8 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         is_doubted = not self._settings.media_ids_trusted and has_media_by_name(request)
         if is_doubted or (request.mm_features and numbers_media(self._vllm_config)):
             extras["names_of"] = self._own_name
+        if (positions := embedded_positions(request)) is not None:
+            extras["embedded_positions"] = positions
         if request.lora_request is not None:
             assert self._adapters is not None
             content = self._adapters.identity(request.lora_request)

@@ -269,6 +269,16 @@ def has_media_by_name(request: Any) -> bool:
     return not all(_MEDIA_HASH.fullmatch(str(each.mm_hash or each.identifier)) for each in features)
 
 
+def embedded_positions(request: Any) -> bytes | None:
+    """Which positions of a prompt with embeddings are embeddings and not tokens, as a digest: vLLM hashes both, and not
+    which of them counts. None for a prompt of one kind.
+    """
+    are_tokens = getattr(request, "prompt_is_token_ids", None)
+    if getattr(request, "prompt_embeds", None) is None or are_tokens is None:
+        return None
+    return blake2b(bytes(map(bool, are_tokens)), digest_size=32).digest()
+
+
 def _weights_of(
     model: Any, load: Any, facts: EngineFacts, find_folder: Callable[[Any], Path | None], depth: Depth
 ) -> str:

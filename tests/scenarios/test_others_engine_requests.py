@@ -143,6 +143,27 @@ def test_oe_14_whatever_requests_end_at_nothing_of_them_is_kept(seed: int) -> No
         assert all(record.released for record in world.cache.records)
 
 
+@pytest.mark.parametrize("own", [0, PAGE, 2 * PAGE])
+def test_oe_28_what_the_engine_has_is_continued_with_the_state_of_the_new_end(own: int) -> None:
+    """A prefix of which vLLM has the beginning and hicache the rest: the state where the beginning ends is not it."""
+    world = World(HYBRID)
+    writer = world.request("a", range(33))
+    for page in range(1, 5):
+        world.compute(writer, PAGE, first_block=10 * page, states=[(0, 10 * page + page - 1, page * PAGE)])
+    world.side.finished(writer)
+    request = world.request("b", range(33))
+    assert world.side.matched(request, own) == 32 - own
+    first = own // PAGE
+    states = [0] * 3 + [63]
+    if first:
+        states[first - 1] = 55  # vLLM's own state, of the boundary that it had found
+    world.side.allocated(request, (states, [70, 71, 72, 73]), 32 - own)
+    world.plan()
+    _, beyond, tokens, slots = world.logged("load")[-1]
+    assert (beyond, tokens) == (own, 32)
+    assert slots == {0: {3: 63}, 1: {page: 70 + page for page in range(first, 4)}}
+
+
 @pytest.mark.parametrize("settles", [True, False])
 def test_oe_22_a_sleep_is_refused_while_blocks_are_still_copied(settles: bool) -> None:
     """vLLM takes the memory of blocks away after a reset that has succeeded. What was saved is found in no case."""

@@ -1,4 +1,4 @@
-"""What vLLM itself calls images, and what hicache makes of it."""
+"""What vLLM itself calls images and hashes of embeddings, and what hicache makes of it."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from hicache.connectors.vllm_identity import has_media_by_name
 from hicache.connectors.vllm_settings import VllmSettings
@@ -17,6 +18,10 @@ with warnings.catch_warnings():
     from vllm.multimodal.hasher import MultiModalHasher
     from vllm.multimodal.inputs import MultiModalFeatureSpec, PlaceholderRange
     from vllm.renderers.base import BaseRenderer
+    from vllm.sampling_params import SamplingParams
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+    from vllm.v1.request import Request
 
     from hicache.connectors.vllm import HiCacheConnector
 
@@ -67,6 +72,28 @@ def test_oe_05_numbers_that_vllm_gives_are_this_engines_own_whoever_is_trusted()
     numbering = connector(trusted=True, cache_gb=0, has_prefix_caching=False)
     assert numbering._identity_of(request(looks_like_content)).extras == {"names_of": "this engine"}
     assert numbering._identity_of(request()).extras == {}
+
+
+def test_oe_27_a_prompt_of_tokens_and_embeddings_is_known_by_which_is_which() -> None:
+    """vLLM's own hashes of two such prompts are equal; the day they are not, this is not needed any more."""
+    embeddings = torch.ones(16, 4)
+
+    def made(are_tokens: list[bool]) -> Request:
+        return Request(
+            "a",
+            [0] * 16,
+            SamplingParams(max_tokens=1),
+            None,
+            prompt_embeds=embeddings,
+            prompt_is_token_ids=are_tokens,
+            block_hasher=get_request_block_hasher(16, get_hash_fn_by_name("sha256_cbor")),
+        )
+
+    init_none_hash(get_hash_fn_by_name("sha256_cbor"))
+    one, other = made([True] * 8 + [False] * 8), made([False] * 16)
+    assert one.block_hashes == other.block_hashes
+    assert connector()._identity_of(one).extras != connector()._identity_of(other).extras
+    assert connector()._identity_of(one).extras == connector()._identity_of(made([True] * 8 + [False] * 8)).extras
 
 
 class _Renderer(BaseRenderer):  # type: ignore[misc, type-arg]
