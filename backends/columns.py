@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import mmap
+from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -64,3 +65,13 @@ def _prefer_huge_pages(mapping: mmap.mmap) -> None:
     if len(mapping) >= HUGE_PAGES_FROM_BYTES:
         with contextlib.suppress(OSError):  # a kernel without them
             mapping.madvise(mmap.MADV_HUGEPAGE)
+
+
+def each_of_few(values: NDArray[np.int64], function: Callable[[int], int]) -> NDArray[np.int64]:
+    """``function`` of each of many values, of which few differ."""
+    if len(values) and values.min() == values.max():
+        return np.full(len(values), function(int(values[0])), dtype=np.int64)
+    distinct, places = np.unique(values, return_inverse=True)
+    found: NDArray[np.int64] = np.array([function(value) for value in distinct.tolist()], dtype=np.int64)
+    each: NDArray[np.int64] = found[places]
+    return each

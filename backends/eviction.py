@@ -80,15 +80,14 @@ class Evictor:
         return max(self._capacity_bytes - self._low_bytes, self._capacity_bytes // 20)
 
     def shrink(self, check: Callable[[], None]) -> None:
-        """Evict down to the low watermark when the store is above the high one, in parts: others can come between.
+        """Evict down to the low watermark when the store is above the high one, in rounds: others can come between.
 
         ``check``, which may raise, is called before each.
         """
         if self._above(self._high_bytes) <= 0:
             return
-        self._is_lowering = True
         check()
-        while self.lower():
+        while self.evict(NO_TENANT, lambda: min(self._above(self._low_bytes), self.round_bytes)):
             check()
 
     def lower(self, tenant: bytes = NO_TENANT, need_bytes: int = 0) -> int:

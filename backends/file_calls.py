@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from collections.abc import Iterator, Mapping
 
 
 class FileCalls:
@@ -72,6 +73,22 @@ class FileCalls:
     def remove(self, path: str) -> None:
         """Remove a file's name."""
         os.unlink(path)
+
+
+def sync_names(calls: FileCalls, paths: Mapping[int, str]) -> Iterator[tuple[int, OSError]]:
+    """Have the names of these files on the medium; tells those for which that failed.
+
+    Each folder once: the first commits all of them, so that the others find little to do.
+    """
+    changed: dict[str, list[int]] = {}
+    for position, path in paths.items():
+        changed.setdefault(os.path.dirname(path), []).append(position)
+    for folder, positions in changed.items():
+        try:
+            calls.sync_folder(folder)
+        except OSError as error:
+            for position in positions:
+                yield position, error
 
 
 def write_all(calls: FileCalls, fd: int, parts: list[memoryview], offset: int) -> None:

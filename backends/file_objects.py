@@ -126,7 +126,7 @@ class ObjectFiles:
         """All of them, so that from then on an object takes no more inodes than the eviction of another gives back."""
         with contextlib.suppress(OSError):
             for number in range(FAN_OUT):
-                self._calls.make_folder(f"{root}/{number:02x}")
+                os.makedirs(f"{root}/{number:02x}", exist_ok=True)
 
     def _name(self, unfinished: str, path: str) -> None:
         """A rename would replace what another process has put there meanwhile; a link tells."""

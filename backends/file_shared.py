@@ -33,6 +33,7 @@ from hicache.workers import QueueFull, Workers
 PROTECTED_S = 10.0  # from eviction by anybody, after a lookup
 TOUCH_AFTER_S = 10.0  # a get writes the time of use when the one on the medium is older
 UPKEEP_INTERVAL_S = 10.0
+SETTLE_INTERVAL_S = 600.0  # programs that clean up tell nobody what they have removed
 UPKEEP_CLOSE_S = 5.0  # what a close waits for a walk
 SAMPLE_FILES = 1024  # among which the least recently used are looked for; all files, when there are fewer
 SAMPLE_SHARE = 4  # one part in so many of a sample may go
@@ -130,7 +131,7 @@ class SharedFileBackend:
     def _find_one(self, key: bytes) -> Outcome:
         if not is_storable_key(key):
             return Outcome.ABSENT
-        path = self._files.path_of(key)
+        path = self._files.tree.path_of(key)
         now_s = self._wall_clock()
         try:
             if os.stat(path).st_atime < now_s + PROTECTED_S / 2:
@@ -152,7 +153,7 @@ class SharedFileBackend:
         now_s = self._wall_clock()
         for item, outcome in zip(items, outcomes, strict=True):
             if outcome is Outcome.OK:
-                self._note_use(self._files.path_of(item.key), now_s)
+                self._note_use(self._files.tree.path_of(item.key), now_s)
         if Outcome.CORRUPT in outcomes:
             self._report()
         return outcomes
@@ -280,12 +281,10 @@ class SharedFileBackend:
         freed_bytes = 0
         with self._evicting, self._evicting_here():
             enough_bytes = shortfall()
-            folders = self._files.folders()
+            folders = self._files.tree.folders()
             self._random.shuffle(folders)
             while freed_bytes < enough_bytes and folders:
                 freed_bytes += self._evict_from(self._sample(folders), enough_bytes - freed_bytes)
-            if freed_bytes < enough_bytes:  # less than the accounts say: somebody else may have cleaned up
-                self._is_settled = False
             self._report()
         return freed_bytes
 
@@ -306,7 +305,7 @@ class SharedFileBackend:
         now_s = self._wall_clock()
         sample: list[tuple[float, int, bytes]] = []
         while folders and len(sample) < SAMPLE_FILES:
-            for key, stat in self._files.in_folder(folders.pop()):
+            for key, stat in self._files.tree.in_folder(folders.pop()):
                 if stat.st_atime <= now_s or stat.st_atime > now_s + 2 * PROTECTED_S:  # or a clock that is far off
                     sample.append((stat.st_mtime, payload_bytes_of(stat.st_size), key))
         if folders:
@@ -342,13 +341,15 @@ class SharedFileBackend:
         """
         self.orphans_removed += remove_dead_writers(self._unfinished)
         self._peers.refreshed()
-        if self._peers.take_lost() or not self._is_settled:
+        is_old = self._clock() - self._settled_at_s >= SETTLE_INTERVAL_S
+        if self._peers.take_lost() or not self._is_settled or is_old:
             self._settle()
         self._files.fit_spares()
         self._report()
 
     def _settle(self) -> None:
         """Count everything. What changes meanwhile makes it inexact, and then it is done again."""
+        self._settled_at_s = self._clock()
         before = self._changes()
         found = self._files.count()
         after = self._changes()

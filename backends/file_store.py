@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Self
 
@@ -15,8 +15,6 @@ import msgspec
 import xxhash
 
 from hicache.backends.base import (
-    SCAN_OBJECTS_MAX,
-    WALK_OBJECTS_MAX,
     GetItem,
     Number,
     PutItem,
@@ -26,17 +24,18 @@ from hicache.backends.base import (
     is_storable_key,
 )
 from hicache.backends.file_accounts import Accounts, Counts, counts_of
-from hicache.backends.file_calls import FileCalls
+from hicache.backends.file_calls import FileCalls, sync_names
 from hicache.backends.file_direct import wins
-from hicache.backends.file_layout import key_of_name, object_path, stored_bytes_of
+from hicache.backends.file_layout import stored_bytes_of
 from hicache.backends.file_objects import ObjectFiles, payload_bytes_of
 from hicache.backends.file_settings import FileSettings
 from hicache.backends.file_spares import SpareFiles
+from hicache.backends.file_tree import FileTree
 from hicache.backends.file_writer import WriterFolder, orphan_number, remove_dead_writers
 from hicache.backends.helpers import Helpers
+from hicache.backends.last_keys import LastKeys
 from hicache.backends.lock import DirectoryLock, opening_alone
 from hicache.backends.marker import current_boot_id, new_marker, read_marker, write_marker
-from hicache.backends.progress import tell_progress
 from hicache.backends.space import OUT_OF_SPACE_ERRNOS, free_bytes, require_possible, why_full
 from hicache.backends.store_keys import open_keys
 from hicache.backends.write_health import WriteHealth
@@ -51,7 +50,8 @@ STORE_KIND = "file"
 STORE_VERSION = 2
 CAPACITY_BYTES_MIN = 1 << 16
 KEY_LOCKS = 256
-DROPPED_MAX = 1 << 12
+LAST_KEYS_MAX = 1 << 12
+UNREADABLE_ERRNOS = frozenset({errno.EIO, errno.EUCLEAN, errno.EBADMSG})  # of a medium that is damaged at that place
 SPARE_SHARE = 3  # one part in so many of the capacity may lie in spare files: more than evictions at a time free
 
 
@@ -71,7 +71,7 @@ class FileBackend:
         self.directory = directory
         self.settings = settings
         self._pid = os.getpid()
-        self._objects = str(directory / "objects")
+        self.tree = FileTree(str(directory / "objects"))
         self._lock = lock
         self._calls = calls
         self._notices = Notices(logging.getLogger(__name__))
@@ -79,14 +79,16 @@ class FileBackend:
         self._is_closed = False
         self._helpers = Helpers("hicache-file")
         self._writes = WriteHealth()
-        self._dropped: dict[bytes, None] = {}  # the last that did not verify, until they are stored again
+        self._dropped = LastKeys(LAST_KEYS_MAX)  # until they are stored again: others who read or delete them just
+        # now find them gone, and may say so when their space has been given back already
+        self._unreadable = LastKeys(LAST_KEYS_MAX)  # once: a medium may fail for a moment
         self.keys: TenantKeys | None = None
         self._first_walk: list[StoredBatch] | None = None  # until the first scan, or the first change
         with opening_alone(directory) if settings.shared else contextlib.nullcontext():
             marker = read_marker(directory, kind=STORE_KIND, versions=(STORE_VERSION,))
             marker = marker or new_marker(STORE_KIND, STORE_VERSION)
             write_marker(directory, msgspec.structs.replace(marker, boot_id=current_boot_id(), is_clean=False))
-            os.makedirs(self._objects, exist_ok=True)
+            os.makedirs(self.tree.root, exist_ok=True)
         self.store_id = bytes.fromhex(marker.store_id)
         self.orphans_removed = remove_dead_writers(directory / "unfinished")
         self.writer = WriterFolder(directory / "unfinished", calls)
@@ -124,7 +126,7 @@ class FileBackend:
             require_possible(directory, capacity_bytes)
             backend = cls(directory, lock, capacity_bytes=capacity_bytes, settings=settings, calls=calls or FileCalls())
             if not settings.shared:
-                backend._first_walk = list(backend._walk())
+                backend._first_walk = list(backend.tree.scan())
                 backend.accounts.settle(counts_of(backend._first_walk), Counts())
                 backend._open_keys(encryption_keys)
             return backend
@@ -139,43 +141,7 @@ class FileBackend:
 
     def count(self) -> Counts:
         """What a walk over all files finds; takes seconds for a million."""
-        return counts_of(self._walk())
-
-    def _walk(self) -> Iterator[StoredBatch]:
-        """Every object; files that are none of ours are left alone."""
-        for folder in self.folders():
-            rows = ((key, payload_bytes_of(stat.st_size), stat.st_mtime) for key, stat in self.in_folder(folder))
-            while some := list(islice(rows, SCAN_OBJECTS_MAX)):
-                tell_progress(len(some))
-                yield StoredBatch.of(some)
-
-    def folders(self) -> list[str]:
-        """Those that hold objects."""
-        with os.scandir(self._objects) as entries:
-            return sorted(entry.path for entry in entries if entry.is_dir(follow_symlinks=False))
-
-    def in_folder(self, folder: str, *, prefix: bytes = b"") -> Iterator[tuple[bytes, os.stat_result]]:
-        """Key and stat of the file of every object in one of them whose key begins with ``prefix``. One stat for each,
-        and none is opened."""
-        fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            with os.scandir(fd) as entries:  # of a descriptor: names are looked up there and not from the root on
-                found = list(entries)
-            for entry in found:
-                key = key_of_name(entry.name)
-                if key is None or not key.startswith(prefix):
-                    continue
-                try:
-                    stat = entry.stat(follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                yield key, stat
-        finally:
-            os.close(fd)
-
-    def path_of(self, key: bytes) -> str:
-        """The name of an object's file."""
-        return object_path(self._objects, key)
+        return counts_of(self.tree.scan())
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
         """See ``Backend.put``."""
@@ -185,14 +151,14 @@ class FileBackend:
         size_bytes = sum(item.payload.nbytes for item in items) if is_one_each else 0
         outcomes = self._helpers.map(self._put_one, items, size_bytes=size_bytes)
         if self.settings.fsync:
-            self._sync_names([item.key for item in items], outcomes, undo=self._delete_one)
+            self._sync([item.key for item in items], outcomes, undo=self._delete_one)
         return outcomes
 
     def _put_one(self, item: PutItem) -> Outcome:
         size_bytes = item.payload.nbytes
         if not is_storable_key(item.key) or size_bytes == 0:
             return Outcome.REFUSED
-        path = self.path_of(item.key)
+        path = self.tree.path_of(item.key)
         stored_bytes = stored_bytes_of(size_bytes)
         with self._lock_of(item.key):
             self._require_open()
@@ -208,7 +174,7 @@ class FileBackend:
                 return self._outcome_of_failed_put(error)
             else:
                 self._writes.took()
-                self._dropped.pop(item.key, None)
+                self._dropped.forget(item.key)
                 self.accounts.add(Counts(1, size_bytes, stored_bytes))
                 return Outcome.OK
             finally:
@@ -224,26 +190,16 @@ class FileBackend:
             self._notices.warning("put", "a put failed: %s", error)
         return outcome
 
-    def _sync_names(
+    def _sync(
         self, keys: Sequence[bytes], outcomes: list[Outcome], *, undo: Callable[[bytes], Outcome] | None = None
     ) -> None:
-        """Each folder once for the whole batch: the first commits all of them, so that the others find little to do.
-
-        What cannot be synced is NO_SPACE or IO_ERROR, after ``undo``.
-        """
-        changed: dict[str, list[int]] = {}
-        for position, (key, outcome) in enumerate(zip(keys, outcomes, strict=True)):
-            if outcome is Outcome.OK:
-                changed.setdefault(os.path.dirname(self.path_of(key)), []).append(position)
-        for folder, positions in changed.items():
-            try:
-                self._calls.sync_folder(folder)
-            except OSError as error:
-                self._notices.warning("sync", "a folder could not be synced: %s", error)
-                for position in positions:
-                    outcomes[position] = _outcome_of(error)
-                    if undo is not None:
-                        undo(keys[position])
+        """Have the names on the medium; what cannot be is NO_SPACE or IO_ERROR, after ``undo``."""
+        changed = {at: self.tree.path_of(key) for at, key in enumerate(keys) if outcomes[at] is Outcome.OK}
+        for at, error in sync_names(self._calls, changed):
+            self._notices.warning("sync", "a folder could not be synced: %s", error)
+            outcomes[at] = _outcome_of(error)
+            if undo is not None:
+                undo(keys[at])
 
     def _write(self, path: str, item: PutItem) -> None:
         """Write a file; once more without the spare ones when the disk is full."""
@@ -264,7 +220,7 @@ class FileBackend:
     def _get_one(self, item: GetItem) -> Outcome:
         if not is_storable_key(item.key):
             return Outcome.ABSENT
-        path = self.path_of(item.key)
+        path = self.tree.path_of(item.key)
         try:
             outcome, inode = self._files.read(path, item)
             if outcome is Outcome.CORRUPT:
@@ -273,22 +229,32 @@ class FileBackend:
             return Outcome.ABSENT
         except OSError as error:
             self._notices.warning("get", "a get failed: %s", error)
-            return Outcome.IO_ERROR
+            is_damage = error.errno in UNREADABLE_ERRNOS and self._unreadable.note(item.key)
+            return self._drop_unreadable(item.key) if is_damage else Outcome.IO_ERROR
         if outcome is Outcome.CORRUPT:
             self._notices.warning("corrupt", "dropped an object that did not verify")
             with self._lock_of(item.key):
                 self._require_open()
                 # unless another file has taken the name meanwhile
                 if self._remove(path, inode=inode) is Outcome.OK:
-                    self._note_dropped(item.key)
+                    self._dropped.note(item.key)
         return outcome
 
-    def _note_dropped(self, key: bytes) -> None:
-        """Others who read it just now, or delete it, find it gone and may say so: its space has been given back."""
-        self._dropped[key] = None
-        while len(self._dropped) > DROPPED_MAX:
-            with contextlib.suppress(StopIteration, RuntimeError, KeyError):  # another thread does the same
-                del self._dropped[next(iter(self._dropped))]
+    def _drop_unreadable(self, key: bytes) -> Outcome:
+        """Look-ups would promise it for ever. Its file is not kept to be written again: the medium is damaged there."""
+        path = self.tree.path_of(key)
+        with self._lock_of(key):
+            self._require_open()
+            try:
+                payload_bytes = payload_bytes_of(os.stat(path).st_size)
+                self._calls.remove(path)
+            except OSError:  # it is more than this object
+                return Outcome.IO_ERROR
+            self._first_walk = None
+            self.accounts.add(Counts(-1, -payload_bytes, -stored_bytes_of(payload_bytes)))
+            self._dropped.note(key)
+            self._unreadable.forget(key)
+        return Outcome.CORRUPT
 
     def _read_again(self, path: str, item: GetItem) -> tuple[Outcome, int]:
         """Into memory that no client shares: whoever wrote to the target meanwhile costs nobody an object. Another
@@ -316,14 +282,14 @@ class FileBackend:
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See ``Backend.contains``."""
         self._require_open()
-        return [is_storable_key(key) and os.path.exists(self.path_of(key)) for key in keys]
+        return [is_storable_key(key) and os.path.exists(self.tree.path_of(key)) for key in keys]
 
     def delete(self, keys: Sequence[bytes]) -> list[Outcome]:
         """See ``Backend.delete``."""
         self._require_open()
         outcomes = [self._delete_one(key) for key in keys]
         if self.settings.fsync:
-            self._sync_names(keys, outcomes)
+            self._sync(keys, outcomes)
         return outcomes
 
     def _delete_one(self, key: bytes) -> Outcome:
@@ -331,7 +297,7 @@ class FileBackend:
             return Outcome.ABSENT
         with self._lock_of(key):
             self._require_open()
-            return self._remove(self.path_of(key))
+            return self._remove(self.tree.path_of(key))
 
     def forget(self, gone: Sequence[tuple[bytes, int]]) -> None:
         """See ``Backend.forget``."""
@@ -347,29 +313,18 @@ class FileBackend:
         for key, used_at_s in used:
             if is_storable_key(key):
                 with contextlib.suppress(OSError):
-                    os.utime(self.path_of(key), (used_at_s, used_at_s))
+                    os.utime(self.tree.path_of(key), (used_at_s, used_at_s))
 
     def scan(self) -> Iterator[StoredBatch]:
         """See ``Backend.scan``. Names and sizes only: what a file holds is verified when it is read."""
         self._require_open()
         found, self._first_walk = self._first_walk, None
-        yield from found if found is not None else self._walk()
+        yield from found if found is not None else self.tree.scan()
 
     def walk(self, *, after: bytes = b"", tenant: bytes = b"") -> Iterator[list[WalkedObject]]:
         """See ``Backend.walk``. In the order of folders and names; opens each file for its namespace."""
         self._require_open()
-        start = self.path_of(after) if after else ""
-        for folder in self.folders():
-            if folder < os.path.dirname(start):
-                continue
-            found = sorted((self.path_of(key), key, stat) for key, stat in self.in_folder(folder, prefix=tenant))
-            ahead = (entry for entry in found if entry[0] > start)
-            while some := list(islice(ahead, WALK_OBJECTS_MAX)):
-                yield [
-                    WalkedObject(key, payload_bytes_of(stat.st_size), stat.st_mtime, tag)
-                    for path, key, stat in some
-                    if (tag := self._files.namespace_tag(path, key)) is not None
-                ]
+        return self.tree.walk(after=after, tenant=tenant, tag_of=self._files.namespace_tag)
 
     def usage(self) -> Usage:
         """See ``Backend.usage``."""

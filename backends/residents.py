@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hicache.backends.base import PHYSICAL_KEY_BYTES_MAX, StoredBatch, is_storable_key
-from hicache.backends.columns import Column
+from hicache.backends.columns import Column, each_of_few
 from hicache.backends.held import HeldBytes
 from hicache.backends.key_index import ONE_BY_ONE_MAX, KeyIndex
 from hicache.backends.key_table import NO_SLOT, Slots, first_of_each
@@ -374,12 +374,7 @@ class Residents:
 
     def _stored(self, sizes: NDArray[np.int64]) -> NDArray[np.int64]:
         """What objects of these sizes take of the capacity."""
-        if len(sizes) and sizes.min() == sizes.max():
-            return np.full(len(sizes), self._stored_bytes(int(sizes[0])), dtype=np.int64)
-        distinct, places = np.unique(sizes, return_inverse=True)
-        stored: NDArray[np.int64] = np.array([self._stored_bytes(size) for size in distinct.tolist()], dtype=np.int64)
-        each: NDArray[np.int64] = stored[places]
-        return each
+        return each_of_few(sizes, self._stored_bytes)
 
     def _next_time(self, now_s: float) -> float:
         return max(self._newest_s + TICK_S, math.floor(now_s / TICK_S) * TICK_S)

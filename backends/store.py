@@ -259,19 +259,23 @@ class ObjectStore:
                 outcomes = self._backend.delete(keys)
             finally:
                 with self._lock:
-                    self._note_deleted(keys, outcomes, sizes)
-            self._backend.forget(absent_of(keys, outcomes, sizes))
+                    lost = self._note_deleted(keys, outcomes, sizes)
+            self._backend.forget(lost)
             return outcomes
 
-    def _note_deleted(self, keys: Sequence[bytes], outcomes: list[Outcome], sizes: Mapping[bytes, int | None]) -> None:
-        """Count a delete, and take back what could not be deleted; a key that is there twice failed if it did once."""
+    def _note_deleted(
+        self, keys: Sequence[bytes], outcomes: list[Outcome], sizes: Mapping[bytes, int | None]
+    ) -> list[tuple[bytes, int]]:
+        """Count a delete, and take back what could not be deleted; a key that is there twice failed if it did once.
+        Returns what should have been there and was not, with its size."""
         self._catalog.counters.end(Operation.DELETE, outcomes)
         failed = {key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.IO_ERROR}
-        for key, size_bytes in sizes.items():
-            if size_bytes is None:
-                continue
+        first = dict(zip(reversed(keys), reversed(outcomes), strict=True))
+        known = [(key, size_bytes) for key, size_bytes in sizes.items() if size_bytes is not None]
+        for key, size_bytes in known:
             settle = self._catalog.take_back if key in failed else self._catalog.removed
             settle(key, size_bytes, Cause.DELETED)
+        return [(key, size_bytes) for key, size_bytes in known if first[key] is Outcome.ABSENT]
 
     def forget_tenant(self, tenant: bytes) -> bool:
         """Drop the key of the tenant with this digest: whatever is left of its objects, here or in a copy of the
@@ -402,15 +406,6 @@ class ObjectStore:
             self._recency.close()
         finally:
             self._backend.close()
-
-
-def absent_of(
-    keys: Sequence[bytes], outcomes: Sequence[Outcome], sizes: Mapping[bytes, int | None]
-) -> list[tuple[bytes, int]]:
-    """Of those that were deleted, each once, what should have been there, as ``sizes`` says, and was not."""
-    absent = {key for key, outcome in zip(keys, outcomes, strict=True) if outcome is Outcome.ABSENT}
-    absent -= {key for key, outcome in zip(keys, outcomes, strict=True) if outcome is not Outcome.ABSENT}
-    return [(key, size_bytes) for key in absent if (size_bytes := sizes[key]) is not None]
 
 
 def _check_settings(object_bytes_max: int, high: float, low: float, floor_bytes: int) -> None:

@@ -34,11 +34,15 @@ class DaemonProcess:
         capacity_bytes: int,
         module: str = DAEMON_MODULE,
         settings: dict[str, str] | None = None,
+        nice: int = 0,
     ) -> None:
-        """``module`` is run in place of hicached by benchmarks that change something in it; ``settings`` are flags."""
+        """``module`` is run in place of hicached by benchmarks that change something in it; ``settings`` are flags.
+
+        ``nice``, where this process may give it that: it is as systemd/hicached.service has it, -10.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self._module = module
+        self._command = ["nice", f"--adjustment={nice}", sys.executable, "-m", module]
         self._process: subprocess.Popen[bytes] | None = None
         self._addresses = {"memory": f"unix://{folder}/d.sock", "unix": f"unix://{folder}/d.sock"}
         flags = {
@@ -79,7 +83,7 @@ class DaemonProcess:
         (self._folder / "ready.json").unlink(missing_ok=True)
         with (self._folder / "log").open("ab") as log:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", self._module, *self._flags], stdout=log, stderr=log, stdin=subprocess.DEVNULL
+                [*self._command, *self._flags], stdout=log, stderr=log, stdin=subprocess.DEVNULL
             )
 
     def address(self, path: str) -> str:

@@ -1,7 +1,7 @@
 """`python -m bench.engine --engine tiny`: is a prefix that L3 has ever slower to get than to compute?
 
 The tiny model serves the same prompts through caches that differ in their read policy alone, over one store whose reads
-are slowed down to a bandwidth. Each request is served by all of them before the next one; two of them never read, and
+are slowed down to a bandwidth. Each request is served by all of them before the next one; two of them have no L3, and
 what these differ by is the noise of the machine.
 """
 
@@ -128,7 +128,7 @@ def fill_store(model: TinyHybrid, folder: Path, *, requests: int, stored_tokens:
     """Another engine has served the beginnings, and has stored them."""
     rng = random.Random(0)
     prompts = [[rng.randrange(model.config.vocab) for _ in range(stored_tokens + TAIL_TOKENS)] for _ in range(requests)]
-    with _cache(model.spec(), folder, None, "never", writes=True) as cache:
+    with _cache(model.spec(), folder, None, "always", writes=True) as cache:
         engine = TinyEngine(model, cache, chunk_tokens=CHUNK_TOKENS)
         for prompt in prompts:
             engine.generate(prompt[:stored_tokens], 1)
@@ -190,24 +190,23 @@ def _ratios(own: Sequence[float], base: Sequence[float]) -> list[float]:
 def _cache(
     spec: CacheSpec, folder: Path, bytes_per_s: float | None, read_policy: str, *, writes: bool
 ) -> Iterator[HiCache]:
-    """L1 and L2 have room for a few requests; ``writes``: else nothing is ever written down."""
+    """L1 and L2 have room for a few requests; ``writes``: else nothing is ever written down. ``never`` has no L3."""
     settings = MemorySettings(
         l1_pages=L1_PAGES,
         l1_state_slots=8,
         l2_bytes=L2_BYTES,
         l2_state_share=0.25,
-        l3=f"file://{folder / 'store'}?shared=1",
+        l3=None if read_policy == "never" else f"file://{folder / 'store'}?shared=1",
         l3_capacity_bytes=1 << 30,
         token="",
         device="cpu",
     )
     memory = RankMemory.open(spec, settings, rank=0)
-    assert memory.l3 is not None
     with HiCache(
         spec,
         l1=memory.l1,
         l2=memory.l2,
-        l3=ThrottledL3(memory.l3, bytes_per_s),
+        l3=None if memory.l3 is None else ThrottledL3(memory.l3, bytes_per_s),
         prefetch=PrefetchPolicy(mode="wait_complete"),
         write_policy="write_through" if writes else WriteThroughSelective(100),
         read_policy=read_policy,

@@ -33,6 +33,7 @@ TENANTS = {f"tenant-{number}": f"token-of-tenant-{number}-0123456789" for number
 LIMITS = ("weight=2", "quota_objects=400", "ttl_s=20", "")  # of the tenants, in order
 CALLS_PER_S = 400.0  # of all clients together: a daemon in Python has cores to spare then, and clients have, too
 KILL_EVERY_S, STRANGER_EVERY_S, STRANGERS_MAX = 0.7, 0.2, 24
+NICE = -10  # of hicached, as in systemd/hicached.service
 SETTLE_S = 40.0  # longer than a keepalive and its answer
 WARM_SHARE = 0.35  # of the run: caches, staging buffers and the heap of every thread fill
 GROWTH_SHARE_MAX, GROWTH_BYTES_MAX = 0.05, 6 * MIB  # of the resident memory, over the rest of the run
@@ -62,6 +63,7 @@ class SoakResult:
     health: dict[str, dict[str, float]] = field(default_factory=dict)  # answers and delays; see _delays
     rss_mib: float = 0.0  # anonymous memory, median after the warm-up
     rss_growth_mib: float = 0.0  # slope times the time after the warm-up
+    nice: int = 0  # of hicached: 0 where this process may not make it NICE
     descriptors_before: int = 0
     descriptors_after: int = 0
     left: dict[str, float] = field(default_factory=dict)  # of what clients held, when all had gone
@@ -185,13 +187,14 @@ def soak(folder: Path, *, clients: int, seconds: float, backend: str = "lmdb", s
         "inflight-bytes-max": "64MiB",
         "io-threads": "2",
     }
-    daemon = DaemonProcess(folder, backend=backend, capacity_bytes=64 * MIB, settings=settings)
+    daemon = DaemonProcess(folder, backend=backend, capacity_bytes=64 * MIB, settings=settings, nice=NICE)
     lines = [f"{name} {token} {limit}\n" for (name, token), limit in zip(TENANTS.items(), LIMITS, strict=True)]
     (folder / "tenants").write_text("".join(lines))
     with ExitStack() as stack:
         stack.callback(daemon.stop)
         daemon.start()
         http_get(daemon.address("http"), "/metrics")
+        result.nice = os.getpriority(os.PRIO_PROCESS, daemon.pid)
         result.descriptors_before = _descriptors(daemon.pid)
         probes, strangers = Probes(daemon), Strangers(daemon)
         crowd = Crowd(daemon, count=clients, seed=seed)
@@ -325,7 +328,7 @@ def _show(result: SoakResult, console: Console) -> None:
         delays.add_row(name, *("" if cell is None else f"{cell:.1f}".removesuffix(".0") for cell in cells))
     console.print(delays)
     facts: dict[str, Callable[[], str]] = {
-        "clients, seconds": lambda: f"{result.clients}, {result.seconds:.0f}",
+        "clients, seconds, nice of hicached": lambda: f"{result.clients}, {result.seconds:.0f}, {result.nice}",
         "sessions, aborts, kills, strangers": lambda: (
             f"{result.sessions}, {result.aborts}, {result.kills}, {result.strangers}"
         ),

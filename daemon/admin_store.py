@@ -13,7 +13,13 @@ import structlog
 from aiohttp import web
 
 from hicache.admin.progress import drop_line, import_answer, verify_line
-from hicache.admin.store_messages import NamespaceRow, Namespaces, VerifyLine, VerifyRequest
+from hicache.admin.store_messages import (
+    NamespaceRow,
+    Namespaces,
+    VerifyLine,
+    VerifyRequest,
+    check_verify_rate,
+)
 from hicache.admin.verbs import EXPORT, IMPORT, NAMESPACE_DROP, NAMESPACES, VERIFY, Stream
 from hicache.backends.archive import ArchiveError, ArchiveHeader, ArchiveReader
 from hicache.backends.exports import ImportProgress, export_namespace, import_namespace
@@ -40,8 +46,6 @@ from hicache.outcome import Outcome
 from hicache.tenancy import TENANT_BYTES, tenant_digest
 
 FIELD_CHARS_MAX = 200
-BYTES_PER_S_MIN = 1 << 16
-BYTES_PER_S_MAX = 1 << 40
 
 log = structlog.get_logger("hicache.daemon.admin")
 
@@ -135,14 +139,15 @@ class StoreVerbs:
     async def verify(self, call: Call[VerifyRequest], request: web.Request) -> web.StreamResponse:
         """Reads and checks what is stored, at a bounded rate; one at a time."""
         part = self._part(call.tenant, call.body.namespace)
-        rate, after = _rate(call.body.bytes_per_s), _key(call.body.after)
+        rate, after = call.body.bytes_per_s, _key(call.body.after)
+        usage = self._store.usage()
+        check_verify_rate(rate, payload_bytes=usage.payload_bytes)
         if self._is_verifying:
             raise AdminError(409, "verify: another one is running, and one at a time may; wait for it or stop it")
         self._is_verifying = True
-        total = self._store.usage().objects
 
         def line(progress: ScrubProgress, is_done: bool) -> VerifyLine:
-            return verify_line(progress, objects_stored=total, is_done=is_done)
+            return verify_line(progress, objects_stored=usage.objects, is_done=is_done)
 
         def delay_s(progress: ScrubProgress, elapsed_s: float) -> float:
             return progress.payload_bytes / rate - elapsed_s
@@ -259,12 +264,6 @@ def _required(call: Call[Any], name: str) -> str:  # Any: whatever its body is
     if value := call.names.get(name):
         return value
     raise AdminError(400, f"{name} is missing: expected ?{name}=NAME")
-
-
-def _rate(bytes_per_s: int) -> int:
-    if BYTES_PER_S_MIN <= bytes_per_s <= BYTES_PER_S_MAX:
-        return bytes_per_s
-    raise AdminError(400, f"bytes_per_s = {bytes_per_s}: expected {BYTES_PER_S_MIN} to {BYTES_PER_S_MAX}")
 
 
 def _key(text: str) -> bytes:

@@ -26,11 +26,13 @@ from hicache.outcome import Outcome
 from hicache.tracing import tracer
 from hicache.wire.bulk import (
     BULK_ACCEPTED,
+    BULK_CALLER,
     BULK_NUMBER_BYTES,
     BULK_REASON,
     BULK_REFUSED,
     BULK_REGION,
     BULK_REQUEST,
+    BULK_TRACED,
     BulkKind,
     unpack_numbers,
 )
@@ -54,6 +56,7 @@ class _Request:
     key_bytes: int
     key_count: int
     timeout_ms: int
+    is_traced: bool = False  # a BULK_CALLER comes before the keys
 
     @property
     def is_about_region(self) -> bool:
@@ -72,7 +75,7 @@ class _Request:
 
     @property
     def body_bytes(self) -> int:
-        """What comes behind the header."""
+        """What comes behind the header, and the caller."""
         region_bytes = self.numbers_bytes + BULK_REGION.size if self.is_about_region else 0
         return self.sizes_at + self.numbers_bytes + region_bytes
 
@@ -110,11 +113,12 @@ class BulkCalls:
             try:
                 connection.receive(header[received_bytes:])
                 request = _read_header(bytes(header))
+                caller = connection.receive_bytes(BULK_CALLER.size) if request.is_traced else b""
             except Refusal as refusal:
                 self._refuse(connection, refusal)
             method = METHODS[request.kind]
             with (
-                self._tracer.span(f"hicached.{method}", is_server=True) as span,
+                self._tracer.span(f"hicached.{method}", is_server=True, caller=caller) as span,
                 self._metrics.tally.call(method) as result,
             ):
                 try:
@@ -229,9 +233,10 @@ def refused(refusal: Refusal) -> bytes:
 
 
 def _read_header(header: bytes) -> _Request:
-    kind, key_bytes, key_count, timeout_ms = BULK_REQUEST.unpack(header)
+    kind, coded_bytes, key_count, timeout_ms = BULK_REQUEST.unpack(header)
+    key_bytes = coded_bytes & ~BULK_TRACED
     if kind not in BulkKind._value2member_map_:
         raise Refusal(RefusalCode.BAD_STREAM, f"expected a request, not {header.hex()}")
     if key_count and not 1 <= key_bytes <= KEY_BYTES_MAX:
         raise Refusal(RefusalCode.MALFORMED, f"key_bytes is {key_bytes}: expected 1 to {KEY_BYTES_MAX}")
-    return _Request(BulkKind(kind), key_bytes, key_count, timeout_ms)
+    return _Request(BulkKind(kind), key_bytes, key_count, timeout_ms, is_traced=bool(coded_bytes & BULK_TRACED))

@@ -280,7 +280,7 @@ def _read_toml(file: str) -> dict[str, object]:
             raw = source.read(FILE_BYTES_MAX + 1)
         if len(raw) > FILE_BYTES_MAX:
             raise ConfigError("config", file, f"a file of at most {FILE_BYTES_MAX} bytes")
-        return tomllib.loads(raw.decode())
+        return tomllib.loads(raw.decode("utf-8-sig"))
     except OSError as error:
         raise ConfigError("config", file, f"a readable file ({error.strerror})") from error
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:

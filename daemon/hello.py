@@ -18,6 +18,7 @@ from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session, Sessions
 from hicache.daemon.tenants import Tenant, Tenants
 from hicache.daemon.tls import certified_tenant
+from hicache.tracing import tracer
 from hicache.wire import hicached_pb2 as pb
 from hicache.wire.protocol import KEY_BYTES_MAX, PROTOCOL_VERSION, RefusalCode
 
@@ -116,6 +117,7 @@ class Hellos:
             store_id=self._identity.store_id(),
             namespace_differs=differences,
             daemon_version=self._identity.version,
+            bulk_traces=tracer().is_on,
         )
 
     def _limits(self) -> pb.Limits:

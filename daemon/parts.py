@@ -19,6 +19,7 @@ from hicache.daemon.admin_api import AdminApi
 from hicache.daemon.bulk_calls import BulkCalls
 from hicache.daemon.bulk_socket import BulkSocket
 from hicache.daemon.config import DaemonConfig
+from hicache.daemon.health import Health
 from hicache.daemon.http import CONNECTIONS_MAX, HttpServer
 from hicache.daemon.listeners import Listeners
 from hicache.daemon.memory_socket import STRANGE_QUEUE_MAX, MemorySocket
@@ -143,6 +144,12 @@ async def _close_storage(storage: Storage, stopping: Stopping) -> None:
     if not any(future.result() for future in done):
         stopping.is_clean = False
         log.error("the storage did not stop in time; everything that was acknowledged is safe")
+
+
+def start_health(health: Health, storage: Storage, stages: AsyncExitStack) -> None:
+    """Has probes and the watchdog know how the storage is."""
+    health.start(storage)
+    stages.push_async_callback(health.stop)
 
 
 def measure_storage(metrics: Metrics, storage: Storage, opened: OpenedStore, tenants: Tenants) -> StoreLooks:

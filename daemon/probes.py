@@ -16,7 +16,7 @@ class Probes:
         self,
         *,
         metrics: Callable[[], Awaitable[bytes]],
-        problem: Callable[[], Awaitable[str]],
+        problem: Callable[[], str],
         readiness: Callable[[], str],
     ) -> None:
         """``problem`` says what is wrong with the storage, ``readiness`` ``ready`` or what the daemon does instead."""
@@ -36,7 +36,7 @@ class Probes:
         return web.Response(body=await self._metrics(), headers={"Content-Type": METRICS_TYPE})
 
     async def _get_health(self, _: web.Request) -> web.Response:
-        problem = await self._problem()
+        problem = self._problem()
         return web.Response(status=503 if problem else 200, text=f"{problem or 'ok'}\n")
 
     async def _get_readiness(self, _: web.Request) -> web.Response:

@@ -13,6 +13,7 @@ from hicache.daemon.storage import Storage
 from hicache.daemon.store_look import StoreLook
 from hicache.daemon.tenant_labels import TenantLabels
 from hicache.daemon.tenants import Tenant
+from hicache.daemon.tls import ServerTls
 
 Last = Callable[[], StoreLook]  # what the store said last
 
@@ -176,6 +177,21 @@ def window_readings(ceiling: Ceiling) -> Iterator[Reading]:
         " would have missed those, too.",
         by_kind,
         ("kind",),
+    )
+
+
+def certificate_readings(tls: ServerTls | None) -> Iterator[Reading]:
+    """How long clients over TCP are let in; nothing without TLS."""
+
+    def by_certificate() -> Values:
+        return {} if tls is None else {(name,): end_s for name, end_s in tls.expirations_s().items()}
+
+    yield Reading(
+        "hicache_tls_certificate_expiration_timestamp_seconds",
+        "When the first certificate ends of the chain of hicached (server), and of those that clients are checked with"
+        " (client_ca).",
+        by_certificate,
+        ("certificate",),
     )
 
 

@@ -20,10 +20,11 @@ from hicache.daemon.config import DaemonConfig
 from hicache.daemon.control import Control
 from hicache.daemon.drain import Drain
 from hicache.daemon.grpc_server import GrpcServer
+from hicache.daemon.health import Health
 from hicache.daemon.hello import Hellos, Identity
 from hicache.daemon.lifecycle_verbs import serve_lifecycle
 from hicache.daemon.listeners import Listeners, inherited_sockets
-from hicache.daemon.metrics import Metrics
+from hicache.daemon.metrics import Metrics, Readings
 from hicache.daemon.notify import Ready, remove_ready_file, write_ready_file
 from hicache.daemon.parts import (
     lock_socket,
@@ -32,6 +33,7 @@ from hicache.daemon.parts import (
     open_names,
     open_recorder,
     start_bulk,
+    start_health,
     start_http,
     start_loop_delay,
     start_memory_socket,
@@ -41,6 +43,7 @@ from hicache.daemon.parts import (
 )
 from hicache.daemon.peers import PeerTickets
 from hicache.daemon.probes import Probes
+from hicache.daemon.readings import certificate_readings
 from hicache.daemon.recorder import Recorders
 from hicache.daemon.recovery import OpenedStore, RecoveryProgress, open_store, recover, wipe_at_stop
 from hicache.daemon.reload import Reloadable, Reloader
@@ -91,8 +94,8 @@ class Daemon:
         self._stopping = Stopping()
         self._readiness = "starting"
         self._storage: Storage | None = None
+        self._health = Health()
         self._looks: StoreLooks | None = None
-        self._listeners: Listeners | None = None
         self.metrics = Metrics(version=daemon_version(), backend=config.backend, tenants_max=config.metrics_tenants_max)
         self._authority = Authority()
         self.admin = AdminApi(self._authority, state=lambda: self._readiness)
@@ -114,14 +117,17 @@ class Daemon:
         tenants = Tenants.load(config.tenants_file, defaults=config.tenant_defaults)
         limits = store_limits(config, tenants)
         tls, peer_tickets = ServerTls.of(config), PeerTickets()
+        self.metrics.registry.register(Readings(certificate_readings(tls)))
         self._authority.learn(config, tenants)
         lock_socket(config, stages)
         if config.ready_file:
             remove_ready_file(config.ready_file)
-        self._listeners = listeners = Listeners(
-            inherited_sockets(self._environment), stages, mode=config.socket_mode_bits
+        listeners = Listeners(inherited_sockets(self._environment), stages, mode=config.socket_mode_bits)
+        probes = Probes(
+            metrics=self._render_metrics,
+            problem=lambda: listeners.files.problem() or self._health.problem,
+            readiness=lambda: self._readiness,
         )
-        probes = Probes(metrics=self._render_metrics, problem=self._problem, readiness=lambda: self._readiness)
         http = await start_http(config, listeners, probes, self.admin, self.metrics, stages)
         start_loop_delay(self.metrics, stages)
         start_status(self.status_feed, self.admin, stages)
@@ -130,6 +136,7 @@ class Daemon:
         if not config.persist:
             stages.push_async_callback(wipe_at_stop, config.path, self._stopping)
         self._storage = storage = start_storage(config, opened, stages, self._stopping)
+        start_health(self._health, storage, stages)
         self._looks = looks = measure_storage(self.metrics, storage, opened, tenants)
         start_miss_watch(self.metrics, stages)
         names = open_names(config, storage, stages)
@@ -223,7 +230,7 @@ class Daemon:
             self._stages.callback(remove_ready_file, self._config.ready_file)
         self._readiness = "ready"
         self.metrics.ready.set(1)
-        watchdog = Watchdog(self._manager, self._is_alive)
+        watchdog = Watchdog(self._manager, lambda: self._health.is_alive)
         watchdog.start()
         self._stages.push_async_callback(watchdog.stop)
         self._manager.ready("serving clients")
@@ -234,11 +241,3 @@ class Daemon:
         if self._looks is not None:
             await self._looks.refresh()
         return self.metrics.render()
-
-    async def _problem(self) -> str:
-        if self._listeners is not None and (problem := self._listeners.files.problem()):
-            return problem
-        return "" if self._storage is None else await self._storage.problem()
-
-    async def _is_alive(self) -> bool:
-        return self._storage is None or await self._storage.is_alive()

@@ -163,25 +163,23 @@ class Storage:
         """As ``ask``, in a thread for transfers: for work that takes long, such as a chunk of deletes."""
         return await _ask(self.bulk, work, timeout_s=timeout_s, too_late=None)
 
-    async def is_alive(self) -> bool:
-        """Whether the store answers a simple question at once, and of each kind some thread is not stuck."""
-        return await self.problem() != NO_ANSWER
+    @property
+    def is_stuck(self) -> bool:
+        """Whether all threads of a kind have been at one piece of work for too long."""
+        return any(
+            sum(busy_s > self._stuck_s for busy_s in workers.busy_for_s()) == workers.thread_count
+            for workers in (self.bulk, self.control)
+        )
 
     async def problem(self) -> str:
         """Why what is stored now will not be there later, or cannot be stored at all; empty: nothing is known.
 
-        NO_ANSWER where the store does not answer a simple question at once, or all threads of a kind are stuck.
+        NO_ANSWER where the store does not answer a simple question within PROBE_TIMEOUT_S.
         """
-        if any(self._is_stuck(workers) for workers in (self.bulk, self.control)):
-            return NO_ANSWER
         try:
             return await _ask(self._probing, self._probe, timeout_s=PROBE_TIMEOUT_S, too_late=None)
         except Exception:
             return NO_ANSWER
-
-    def _is_stuck(self, workers: Workers) -> bool:
-        stuck_count = sum(1 for busy_s in workers.busy_for_s() if busy_s > self._stuck_s)
-        return stuck_count == workers.thread_count
 
     def _probe(self) -> str:
         self.store.usage()

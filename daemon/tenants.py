@@ -186,7 +186,7 @@ def _read_tenants(
     nothing.
     """
     try:
-        with open(file, encoding="utf-8") as source:
+        with open(file, encoding="utf-8-sig") as source:
             lines = source.read(TENANTS_FILE_CHARS_MAX + 1).splitlines()
     except (OSError, UnicodeDecodeError) as error:
         is_new = setting == "tenants_file" and isinstance(error, FileNotFoundError)

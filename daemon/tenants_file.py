@@ -161,7 +161,7 @@ def check_settings(settings: Mapping[str, str]) -> None:
 def read_file(path: str) -> str:
     """The content; empty where there is no file yet. Raises ConfigError."""
     try:
-        with open(path, encoding="utf-8") as source:
+        with open(path, encoding="utf-8-sig") as source:
             text = source.read(TENANTS_FILE_CHARS_MAX + 1)
     except FileNotFoundError:
         return ""

@@ -6,13 +6,14 @@ import logging
 import os
 import ssl
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Final
 
 import grpc
 
+from hicache.certificates import earliest_expiration_s
 from hicache.daemon.config import DaemonConfig
 from hicache.daemon.reload import Commit
 from hicache.errors import ConfigError
@@ -29,6 +30,7 @@ class _Loaded:
     stamp: _Stamp
     context: ssl.SSLContext
     for_grpc: grpc.ServerCertificateConfiguration
+    expirations_s: Mapping[str, float]  # see ServerTls.expirations_s
 
 
 class ServerTls:
@@ -64,6 +66,11 @@ class ServerTls:
     def context(self) -> ssl.SSLContext:
         """For one new connection."""
         return self._current().context
+
+    def expirations_s(self) -> Mapping[str, float]:
+        """When the first certificate of the chain that new connections are shown ends (``server``), and the first of
+        those that clients are checked with (``client_ca``), in seconds since 1970."""
+        return self._current().expirations_s
 
     def prepare(self, config: DaemonConfig) -> Commit:
         """See ``Reloadable.prepare``. Whether there is TLS, and whom it lets in, is decided at the start."""
@@ -117,7 +124,7 @@ class ServerTls:
         for_grpc = grpc.ssl_server_certificate_configuration(
             [(pems["tls_key"], pems["tls_certificate"])], pems.get("tls_client_ca")
         )
-        return _Loaded(stamp, context, for_grpc)
+        return _Loaded(stamp, context, for_grpc, _expirations_s(pems))
 
     def _make_context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
@@ -137,6 +144,12 @@ class ServerTls:
                 raise ConfigError("tls_client_ca", self._files["tls_client_ca"], expected) from error
             context.verify_mode = ssl.CERT_REQUIRED
         return context
+
+
+def _expirations_s(pems: Mapping[str, bytes]) -> dict[str, float]:
+    names = {"server": "tls_certificate", "client_ca": "tls_client_ca"}
+    ends = {name: earliest_expiration_s(pems.get(setting, b"")) for name, setting in names.items()}
+    return {name: end for name, end in ends.items() if end is not None}
 
 
 def certified_tenant(names: Iterable[str]) -> str:

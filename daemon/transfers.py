@@ -19,6 +19,7 @@ from hicache.daemon.slowest import Slowest
 from hicache.daemon.storage import Storage
 from hicache.notices import Notices
 from hicache.outcome import Outcome
+from hicache.tracing import tracer
 from hicache.workers import Job
 
 # A chunk is the unit that a thread works on and that a deadline can cut a batch at. The backend has helpers of its own
@@ -53,6 +54,7 @@ class Transfers:
         self._metrics = metrics
         self._notices = Notices(logging.getLogger(__name__))
         self.slowest = Slowest()
+        self._tracer = tracer()
         self.chunk_bytes_max = min(CHUNK_BYTES_MAX, chunk_bytes_ceiling)
 
     def chunks(self, extents: Sequence[Extent]) -> deque[list[Extent]]:
@@ -64,7 +66,7 @@ class Transfers:
 
         Raises QueueFull.
         """
-        return self._storage.bulk.submit(partial(self._safely, work, item_count))
+        return self._storage.bulk.submit(partial(self._safely, self._tracer.carried(work), item_count))
 
     def ask(self, work: Work, item_count: int) -> Job[list[Outcome]]:
         """As ``submit``, for a thread that answers short questions."""
@@ -85,9 +87,11 @@ class Transfers:
         items: Sequence[Item],
         move: Callable[[Sequence[Item]], list[Outcome]],
     ) -> list[Outcome]:
-        started_s = time.perf_counter()
-        outcomes = move(items)
-        elapsed_s = time.perf_counter() - started_s
+        with self._tracer.span(f"hicached.store.{operation}") as span:
+            span.set_attributes({"hicached.objects": len(items)})
+            started_s = time.perf_counter()
+            outcomes = move(items)
+            elapsed_s = time.perf_counter() - started_s
         moved = [item.key for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK]
         self.slowest.note(operation, elapsed_s, lambda: [(_size_bytes(item), item.key) for item in items])
         if moved:

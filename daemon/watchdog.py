@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 
 import structlog
 
@@ -23,41 +23,36 @@ class Watchdog:
     def __init__(
         self,
         manager: ServiceManager,
-        is_alive: Callable[[], Awaitable[bool]],
+        is_alive: Callable[[], bool],
         *,
         storage_patience_s: float = STORAGE_PATIENCE_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """``is_alive`` asks the storage, in little time. One that does not answer for longer ends the feeding."""
+        """``is_alive`` says whether the storage answers. One that does not for longer ends the feeding."""
         self._manager = manager
         self._is_alive = is_alive
         self._storage_patience_s = storage_patience_s
         self._clock = clock
         self._answered_s = 0.0
-        self._tasks: list[asyncio.Task[None]] = []
+        self._task: asyncio.Task[None] | None = None
 
     def start(self) -> None:
         """Begins to feed, where a watchdog wants that."""
         if self._manager.watchdog_s:
             self._answered_s = self._clock()
-            self._tasks = [asyncio.create_task(self._ask()), asyncio.create_task(self._feed())]
+            self._task = asyncio.create_task(self._feed(), name="hicached-watchdog")
 
     async def stop(self) -> None:
         """Ends it. The manager's watchdog does not run while the service stops."""
-        for task in self._tasks:
-            task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    async def _ask(self) -> None:
-        """On its own: a feed is not late because the storage takes its time to answer."""
-        while True:
-            if await self._is_alive():
-                self._answered_s = self._clock()
-            await asyncio.sleep(self._interval_s)
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
 
     async def _feed(self) -> None:
         is_starving = False
         while True:
+            if self._is_alive():
+                self._answered_s = self._clock()
             was_starving, is_starving = is_starving, self._clock() - self._answered_s > self._storage_patience_s
             if not is_starving:
                 self._manager.alive()

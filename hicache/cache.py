@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Self
+from typing import Self, Unpack
 
 from hicache.arena import arena_layout
 from hicache.connect import CAPACITY_BYTES_DEFAULT
@@ -19,7 +18,7 @@ from hicache.loader import Load
 from hicache.policies import policy_of
 from hicache.policies.choice import policies_of
 from hicache.policies.eviction import EvictionFactory
-from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
+from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy
 from hicache.policies.read import READ_POLICY_DEFAULT, ReadFactory
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy
@@ -27,11 +26,10 @@ from hicache.pools import L1Pool, L2Pool
 from hicache.rank_memory import MemorySettings, RankMemory
 from hicache.ranks.messages import Hello
 from hicache.ranks.settings import Ranks
-from hicache.replica import Replica
 from hicache.request import RequestRecord
 from hicache.sequence import Request, Restored, Stored, found_tokens, restored_tokens
+from hicache.settings import CacheSettings
 from hicache.spec import CacheSpec
-from hicache.stats import DirectoryStats
 from hicache.tracing import traced
 
 
@@ -63,7 +61,7 @@ class HiCache(CacheFront[Directory]):
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Over pools of the engine's own, such as ``L1Pool.adopt``, which are those of rank 0; None for all: see
-        ``lead``.
+        ``lead``. Settings: see CacheSettings and ``open``.
 
         Where the spec has more ranks, waits for all of them at ``ranks``. Takes ``l2`` and ``l3`` over, but for when it
         raises: ConfigError when ranks have not come in time.
@@ -96,9 +94,12 @@ class HiCache(CacheFront[Directory]):
         super().__init__(
             spec,
             BlockKeys(spec.namespace, page_tokens=spec.page_tokens, key_hash=spec.key_hash),
-            partial(Replica, spec, l1=l1, l2=l2, l3=l3, ranks=ranks, copies=copies),
             directory,
+            l1=l1,
+            l2=l2,
             l3=l3,
+            ranks=ranks,
+            copies=copies,
             salt=salt,
             prefetch=prefetch,
             clock=clock,
@@ -120,28 +121,18 @@ class HiCache(CacheFront[Directory]):
         deployment: str = "",
         salt: bytes | None = None,
         device: str = "cpu",
-        prefetch: PrefetchPolicy | None = None,
-        write_policy: str | WritePolicy = "write_through",
-        eviction: str | EvictionFactory = "lru",
-        read_policy: str | ReadFactory = READ_POLICY_DEFAULT,
-        snapshot_policy: SnapshotPolicy | None = None,
-        double_buffering: bool = False,
-        layerwise: bool = False,
         ranks: Ranks | None = None,
         copies: str = "auto",
+        **settings: Unpack[CacheSettings],
     ) -> Self:
         """Build the pools and connect to L3. Never fails when L3 is away, nor waits for it, but as said below.
 
         L1 has ``l1_pages`` and ``l1_state_slots`` of each group, or all groups share ``l1_bytes``.
         ``l3`` is an address (``unix:///run/hicached/hicached.sock``, ``tcp://host:port``), a backend to open in this
         process (``lmdb:///path``, ``file:///path``, of ``l3_capacity_bytes``), or None. ``salt`` keeps what the
-        engine's own tenants may not share apart; ``token`` is what hicached knows the engine by. ``write_policy`` is
-        ``write_through``, ``write_through_selective``, ``write_back``, or one of hicache.policies.write; ``eviction`` a
-        name of hicache.policies.eviction_choice, or what makes such policies (docs/policies.md).
-        ``double_buffering`` says that the engine reads states from ``Request.state_source``: they are not copied within
-        L1 then. ``layerwise`` says that its forward calls ``wait_layer`` for each layer: ``load`` returns when the
-        copies are on their way then. ``copies`` is the back end between L1 and L2: ``reference``, ``direct``,
-        ``kernel``, ``staged``, or ``auto``, which measures.
+        engine's own tenants may not share apart; ``token`` is what hicached knows the engine by. ``copies`` is the back
+        end between L1 and L2: ``reference``, ``direct``, ``kernel``, ``staged``, or ``auto``, which measures. All other
+        settings: see CacheSettings.
 
         ``deployment`` names engines that must find each other's state, as a prefill and a decode engine must. While one
         of them is connected, hicached refuses one with another ``spec`` or ``salt``. This call waits for hicached's
@@ -151,8 +142,7 @@ class HiCache(CacheFront[Directory]):
         With a spec of several ranks this is the leader and rank 0: it waits at ``ranks`` for a RankWorker of each other
         rank. Raises ConfigError when settings contradict each other, ask for more than there is, or ranks do not come.
         """
-        eviction_policy, policy = policies_of(eviction, write_policy)
-        settings = MemorySettings(
+        memory_settings = MemorySettings(
             l1_pages=l1_pages,
             l1_state_slots=l1_state_slots,
             l1_bytes=l1_bytes,
@@ -165,23 +155,10 @@ class HiCache(CacheFront[Directory]):
             salt=salt,
             device=device,
         )
-        memory = RankMemory.open(spec, settings, rank=0)
+        memory = RankMemory.open(spec, memory_settings, rank=0)
         try:
             return cls(
-                spec,
-                l1=memory.l1,
-                l2=memory.l2,
-                l3=memory.l3,
-                salt=salt,
-                prefetch=prefetch,
-                write_policy=policy,
-                eviction=eviction_policy,
-                read_policy=read_policy,
-                snapshot_policy=snapshot_policy,
-                double_buffering=double_buffering,
-                layerwise=layerwise,
-                ranks=ranks,
-                copies=copies,
+                spec, l1=memory.l1, l2=memory.l2, l3=memory.l3, salt=salt, ranks=ranks, copies=copies, **settings
             )
         except BaseException:
             memory.close()
@@ -189,39 +166,14 @@ class HiCache(CacheFront[Directory]):
 
     @classmethod
     def lead(
-        cls,
-        spec: CacheSpec,
-        *,
-        ranks: Ranks,
-        salt: bytes | None = None,
-        prefetch: PrefetchPolicy | None = None,
-        write_policy: str | WritePolicy = "write_through",
-        eviction: str | EvictionFactory = "lru",
-        read_policy: str | ReadFactory = READ_POLICY_DEFAULT,
-        snapshot_policy: SnapshotPolicy | None = None,
-        double_buffering: bool = False,
-        layerwise: bool = False,
+        cls, spec: CacheSpec, *, ranks: Ranks, salt: bytes | None = None, **settings: Unpack[CacheSettings]
     ) -> Self:
         """The leader in a process without a rank, such as an engine's scheduler: every rank is a RankWorker, rank 0 as
         well, also where there is only one. They have L1, L2 and L3, and their settings are the replica's.
 
         Waits for all ranks at ``ranks``. Raises ConfigError.
         """
-        return cls(
-            spec,
-            l1=None,
-            l2=None,
-            l3=None,
-            salt=salt,
-            prefetch=prefetch,
-            write_policy=write_policy,
-            eviction=eviction,
-            read_policy=read_policy,
-            snapshot_policy=snapshot_policy,
-            double_buffering=double_buffering,
-            layerwise=layerwise,
-            ranks=ranks,
-        )
+        return cls(spec, l1=None, l2=None, l3=None, salt=salt, ranks=ranks, **settings)
 
     @property
     def l1(self) -> L1Pool:
@@ -229,8 +181,6 @@ class HiCache(CacheFront[Directory]):
         if self._l1 is None:
             raise UsageError("this leader has no rank: L1 is that of its RankWorkers")
         return self._l1
-
-    # -- a request ---------------------------------------------------------------------------------------------------
 
     @traced("hicache.match", found_tokens)
     def match(
@@ -252,17 +202,13 @@ class HiCache(CacheFront[Directory]):
     @traced("hicache.prefetch")
     def prefetch(self, request: Request, *, mode: PrefetchMode | None = None) -> None:
         """Begin to bring from L3 what makes the usable prefix longer. Returns at once; does nothing the second time."""
-        if mode is not None:
-            check_mode(mode)
+        chosen = self._mode(mode)
         gainable = request.token_count - request.hit.l1_tokens - request.hit.l2_tokens
-        patience_s = self._prefetch_policy.patience_s(mode or self._prefetch_policy.mode, tokens=gainable)
         with self._changed:
             record = self._record_of(request)
             if record.prefetch is None:
-                now_s = self._clock()
-                request.prefetch_deadline_s = now_s + patience_s
-                self._directory.tell_time(now_s)
-                self._directory.prefetch(record, patience_s=patience_s)
+                self._directory.tell_time(self._clock())
+                self._directory.prefetch(record, patience_s=self._let_wait(request, chosen, tokens=gainable))
                 self._pump.pump()
 
     def wait(self, request: Request) -> bool:
@@ -270,17 +216,7 @@ class HiCache(CacheFront[Directory]):
         with self._changed:
             while not self.is_ready(request):
                 self._changed.wait(max(0.0, self._deadline_s(request) - self._clock()))
-            return self._directory.is_settled(self._record_of(request))
-
-    def is_ready(self, request: Request) -> bool:
-        """Whether ``wait`` would return at once, for engines that poll instead."""
-        with self._changed:
-            settled = self._directory.is_settled(self._record_of(request))
-            return settled or self._closed or self._clock() >= self._deadline_s(request)
-
-    def _deadline_s(self, request: Request) -> float:
-        """When it waits no longer: as its mode says, or when computing would have been over by then."""
-        return min(request.prefetch_deadline_s, self._directory.gives_up_at_s(self._record_of(request)))
+            return self._is_settled(request)
 
     @traced("hicache.load", restored_tokens)
     def load(self, request: Request, *, timeout_s: float = 0.0) -> Restored | None:
@@ -435,13 +371,6 @@ class HiCache(CacheFront[Directory]):
             self._pump.pump()
         self._tell_misses()
 
-    # -- the cache ---------------------------------------------------------------------------------------------------
-
-    @property
-    def stats(self) -> DirectoryStats:
-        """Counters since start; see DirectoryStats for what is conserved."""
-        return self._directory.stats
-
     def flush(self, *, timeout_s: float) -> bool:
         """Write down what ``write_back`` has left for later, and wait until nothing is under way between the tiers.
 
@@ -468,9 +397,3 @@ class HiCache(CacheFront[Directory]):
             if not self._closed and not self._directory.is_all_written:
                 self.flush(timeout_s=flush_timeout_s)
         super().close()
-
-    def _record_of(self, request: Request) -> RequestRecord:
-        """Raises UsageError for a request of another cache: its slots mean something else here."""
-        if request._cache is not self:
-            raise UsageError("the request belongs to another HiCache: give it to the one that matched it")
-        return request._record

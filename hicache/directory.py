@@ -20,7 +20,7 @@ from hicache.policies.facts import RequestFacts
 from hicache.policies.read import READ_POLICY_DEFAULT, ReadFactory, read_policy_of
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy, WriteThrough
-from hicache.prefetch import Prefetcher, PrefetchLimits
+from hicache.prefetch import Prefetcher
 from hicache.read_admission import ReadAdmission
 from hicache.request import RequestRecord
 from hicache.snapshots import Snapshots
@@ -80,7 +80,7 @@ class Directory(JobSide):
         self._prefetcher = Prefetcher(
             self.index,
             self._jobs,
-            PrefetchLimits(config.has_l3, spec.page_tokens, config.prefetch_threshold_tokens, config.prefetch_l2_share),
+            config,
             self.stats,
             ReadAdmission(
                 read_policy_of(read_policy, self.costs),
@@ -165,10 +165,6 @@ class Directory(JobSide):
     def tell_time(self, now_s: float) -> None:
         """By any clock that goes forward."""
         self.index.tell_time(now_s)
-
-    def gives_up_at_s(self, record: RequestRecord) -> float:
-        """When waiting longer for the prefetch costs more than it can bring."""
-        return math.inf if record.prefetch is None else record.prefetch.give_up_at_s
 
     def is_settled(self, record: RequestRecord) -> bool:
         """Whether waiting longer for the prefetch can bring nothing more."""

@@ -16,9 +16,14 @@ HiCacheError
 
 from __future__ import annotations
 
+from typing import Any
+
 
 class HiCacheError(Exception):
-    """Base of every error that hicache raises on purpose."""
+    """Base of every error that hicache raises on purpose. May be raised in another process than it is caught in."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuilt, (type(self), self.args, self.__dict__)
 
 
 class ConfigError(HiCacheError):
@@ -82,3 +87,10 @@ class StorageInUse(BackendError):
 
 class ReloadHangs(BackendError):
     """A reload was given up, since something in it does not answer: all settings are as before."""
+
+
+def _rebuilt(kind: type[HiCacheError], args: tuple[Any, ...], values: dict[str, Any]) -> HiCacheError:
+    """An error as it was, without its constructor, whose arguments are not those of ``Exception``."""
+    error = kind.__new__(kind, *args)
+    error.__dict__.update(values)
+    return error

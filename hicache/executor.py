@@ -271,12 +271,11 @@ class Executor:
     def _transfer_task(self, transfers: Transfers, job: Job, pending: PendingJob) -> Task:
         limits = self._limits
         submitted_at_s = self._clock()
-        caller = self._tracer.here()
 
         def task() -> None:
             if not pending.start():
                 return
-            with self._tracer.within(caller), self._tracer.span(f"hicache.l3.{pending.kind}") as span:
+            with self._tracer.span(f"hicache.l3.{pending.kind}") as span:
                 span.set_attributes({"hicache.objects": len(job.items)})
                 move()
 
@@ -289,7 +288,7 @@ class Executor:
                 assert not isinstance(job, CopyJob)
                 transfers.store(job, pending, deadline_s=submitted_at_s + limits.store_timeout_s)
 
-        return task
+        return self._tracer.carried(task)
 
     def _submit_copies(self, job: CopyJob, pending: PendingJob) -> None:
         if job.kind is CopyKind.BACKUP:
@@ -330,7 +329,7 @@ class Executor:
             else:
                 pending.settle(range(len(job.items)), run.outcomes)
 
-        lane.submit(task)
+        lane.submit(self._tracer.carried(task))
 
     def _load(self, job: CopyJob, pending: PendingJob) -> None:
         if not pending.start():

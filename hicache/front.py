@@ -19,9 +19,12 @@ from hicache.l3 import L3, TierFills, tell_fills
 from hicache.misses import MissLog, misses_of
 from hicache.node import Tier
 from hicache.policies import policy_of
-from hicache.policies.prefetch import PrefetchPolicy
+from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
+from hicache.pools import L1Pool, L2Pool
+from hicache.prefetch_record import Prefetch
 from hicache.pump import Decides
 from hicache.ranks.messages import Hello
+from hicache.ranks.settings import Ranks
 from hicache.replica import Replica
 from hicache.spec import CacheSpec
 from hicache.stats import DirectoryStats
@@ -47,6 +50,27 @@ class EngineReading:
     window: CeilingReading  # in pages
 
 
+class Waits(Protocol):
+    """What a directory knows of a request that may wait for L3."""
+
+    prefetch: Prefetch | None
+
+
+R_co = TypeVar("R_co", bound=Waits, covariant=True)
+
+
+class Owned(Protocol[R_co]):
+    """A request of one cache."""
+
+    prefetch_deadline_s: float  # as its mode says, by the cache's clock
+
+    @property
+    def _cache(self) -> object: ...
+
+    @property
+    def _record(self) -> R_co: ...
+
+
 TELL_S = 1.0  # between two looks for what the log should say
 
 _log = logging.getLogger("hicache.misses")
@@ -61,10 +85,13 @@ class CacheFront(Generic[D]):
         self,
         spec: CacheSpec,
         keys: BlockKeys,
-        replica: Callable[[], Replica],
         directory: Callable[[Hello, PrefetchPolicy], D],
         *,
+        l1: L1Pool | None,
+        l2: L2Pool | None,
         l3: L3 | None,
+        ranks: Ranks | None,
+        copies: str,
         salt: bytes | None,
         prefetch: PrefetchPolicy | None,
         clock: Callable[[], float],
@@ -78,7 +105,7 @@ class CacheFront(Generic[D]):
         self._keys = keys
         self._closed = False
         self._tracer = tracer()
-        self._replica = replica()
+        self._replica = Replica(spec, l1=l1, l2=l2, l3=l3, ranks=ranks, copies=copies)
         try:
             self._directory = directory(self._replica.common, self._prefetch_policy)
         except BaseException:
@@ -106,6 +133,44 @@ class CacheFront(Generic[D]):
         """
         with self._changed:
             tell_prefill(self._directory.costs, parts, seconds)
+
+    def is_ready(self, request: Owned[Waits]) -> bool:
+        """Whether the request waits no longer for what L3 is bringing: all is there, or its mode does not let it, or
+        computing would have been over by now."""
+        with self._changed:
+            return self._is_settled(request) or self._closed or self._clock() >= self._deadline_s(request)
+
+    def _let_wait(self, request: Owned[Waits], mode: PrefetchMode, *, tokens: int) -> float:
+        """From now on it waits as its mode says, for up to ``tokens``. Returns how long what comes is of use to it."""
+        policy = self._prefetch_policy
+        request.prefetch_deadline_s = self._clock() + policy.patience_s(mode, tokens=tokens)
+        return policy.horizon_s(mode, tokens=tokens)
+
+    def _mode(self, mode: PrefetchMode | None) -> PrefetchMode:
+        """What a request asks for, or what holds for all. Raises ConfigError for none of the three."""
+        if mode is not None:
+            check_mode(mode)
+        return mode or self._prefetch_policy.mode
+
+    def _is_settled(self, request: Owned[Waits]) -> bool:
+        prefetch = self._record_of(request).prefetch
+        return prefetch is None or prefetch.settled
+
+    def _deadline_s(self, request: Owned[Waits]) -> float:
+        prefetch = self._record_of(request).prefetch
+        return min(request.prefetch_deadline_s, math.inf if prefetch is None else prefetch.give_up_at_s)
+
+    def _record_of(self, request: Owned[R_co]) -> R_co:
+        """Raises UsageError for a request of another cache: its slots mean something else here."""
+        if request._cache is not self:
+            name = type(self).__name__
+            raise UsageError(f"the request belongs to another {name}: give it to the one that it was opened with")
+        return request._record
+
+    @property
+    def stats(self) -> DirectoryStats:
+        """Counters since start; see DirectoryStats for what is conserved."""
+        return self._directory.stats
 
     def read(self) -> EngineReading:
         """Everything that is counted, at one moment."""

@@ -190,8 +190,9 @@ class Index:
         if self.changes is not None and tier is Tier.L2:
             self.changes.add(PageChange(node.key, Place.L2, node.masks[tier], is_there=True))
         self._room.wake(node)
-        for copies in node.entries:  # the copy in the other tier may not be the nearest one any more
-            self._room.offer(copies[group])
+        self._room.offer(entry)
+        if source is not None:  # it may not be the nearest copy any more
+            self._room.offer(source)
         return entry
 
     def retract(self, entry: Entry) -> None:

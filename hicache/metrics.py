@@ -31,6 +31,13 @@ class EngineCollector(Collector):
         yield from _of_samples(samples)
         yield from _of_jobs(reading)
         yield from _of_slots(reading)
+        expirations_s: dict[str, float] = getattr(self._cache.l3, "certificate_expirations_s", dict)()
+        yield gauge(
+            PREFIX + "tls_certificate_expiration_timestamp_seconds",
+            "When the first certificate ends that the engine shows to hicached (client), or checks it with (ca).",
+            ("certificate",),
+            expirations_s,
+        )
         window = reading.window
         yield gauge(
             PREFIX + "window_pages",

@@ -32,6 +32,7 @@ REASONS: dict[str, Reason] = {
     "no_l3": Reason("there is no L3"),
     "nothing_to_gain": Reason("L1 and L2 had all of it"),
     "below_threshold": Reason("less was missing than threshold_tokens"),
+    "unmeasured": Reason("nobody knows yet how fast L3 is, which is being found out"),
     # what was not written or taken
     "backup.not_admitted": Reason("the write policy waits for another use"),
     "backup.no_host_capacity": Reason("L2 had no room for it"),

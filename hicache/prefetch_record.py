@@ -14,6 +14,14 @@ Part = tuple[int, int]  # (page, group)
 REPLANS_MAX = 2  # a prompt whose objects fail one by one must not be tried for ever
 
 
+@dataclass(frozen=True, slots=True)
+class Lookup:
+    """What L3 is asked, and since when."""
+
+    parts: Sequence[Part]
+    asked_s: float
+
+
 @dataclass(slots=True, eq=False)
 class Prefetch:
     """One request's prefetch.
@@ -33,6 +41,7 @@ class Prefetch:
     replans_left: int = REPLANS_MAX
     settled: bool = False
     concluded: bool = False  # the request has taken what it could, or is gone
+    is_probe: bool = False  # for nobody: to find out how fast L3 is
     handles: dict[Part, int] = field(default_factory=dict)
     arrived: dict[Part, Outcome] = field(default_factory=dict)
     keeps: list[Keep] = field(default_factory=list)  # of each plan: what it uses that is here, and what has arrived
@@ -43,4 +52,5 @@ class Prefetch:
     fault: Outcome | None = None  # the first one
     patient_until_s: float = math.inf  # as its mode says
     give_up_at_s: float = math.inf  # when waiting longer costs more than it can bring; by the clock of the index
+    looking: Lookup | None = None  # what L3 is being asked
     fetching: Fetching | None = None  # what is measured of it

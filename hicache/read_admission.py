@@ -1,4 +1,4 @@
-"""Asks the read policy how much of what L3 has is fetched, and learns from each fetch what fetches take."""
+"""Asks the read policy whether L3 is asked and what of it is fetched, and learns from each answer what that takes."""
 
 from __future__ import annotations
 
@@ -13,11 +13,12 @@ from hicache.policies.read import LoadFacts, ReadPolicy
 
 ROUNDS_MAX = 8  # a policy that always wants a little less must not be asked for ever
 PROBE_SHARE = 1 / 8  # of computing what was declined: what a probe may take
-FIRST_SHARE = 1 / 8  # of computing: what a request waits for a fetch of which nobody knows how long it takes
-PROBE_REST = 20  # times as long as a probe took nothing is probed: 5 % of the bandwidth of a store that is not used
+PROBE_REST = 64  # times as long as a probe took nothing is probed: were all of it work of this processor, that is 2 %
+PROBE_REST_S_MAX = 30.0  # a store that did not answer is asked again after that
 CHECK_SHARE = 1 / 16  # of what loads take: what computing at times in their place may cost
 UNCHECKED_AT_START = 0.75  # what is known of computing at first is least certain
 TIER = "L3"
+LOOKUP = "L3 lookup"  # what it is to ask: objects in place of bytes
 
 
 @dataclass(slots=True, eq=False)
@@ -26,26 +27,33 @@ class Fetching:
 
     started_s: float
     size_bytes: int  # its own, and what was under way before it
-    is_probe: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What L3 has of a prompt beyond ``base_pages``: usable up to each of ``stops``, of ``bytes_until(stop)`` bytes."""
+    """What L3 has, or might have, of a prompt beyond ``base_pages``: usable up to each of ``stops``, of
+    ``bytes_until(stop)`` bytes.
+
+    pages    [0, base) usable | [base, here) lack windows and states alone | [here, prompt) lack all
+    """
 
     base_pages: int
     stops: list[int]
     prompt_pages: int
     bytes_until: Callable[[int], int]
     patience_s: float
+    here_pages: int = 0
+    lookup_objects: int = 0  # that L3 has still to be asked about
 
 
 class ReadAdmission:
-    """Fetches share L3's bandwidth: each is taken to come after all bytes that are under way when it begins.
+    """L3 is not asked for what would not be fetched though it had all of it. A request waits for no store of which
+    nobody knows how fast it is. Fetches share L3's bandwidth: each is taken to come after all bytes under way.
 
-    While the policy declines, little of what it declines is fetched all the same at times, for nobody, to find out when
-    L3 has become faster: one such probe at a time, twice as large each time as long as that is quick, with rests. And
-    what would be loaded is computed at times, the rarer the more loads save, to find out what computing takes.
+    What is declined is looked up and fetched all the same at times, for nobody, to find out when L3 has become faster:
+    one such probe at a time, with rests; all of it where nothing like it was ever fetched, else a little, twice as much
+    each time as long as that is quick. And what would be loaded is computed at times, the rarer the more loads save, to
+    find out what computing takes.
     """
 
     def __init__(
@@ -58,21 +66,44 @@ class ReadAdmission:
         self._under_way_bytes = 0
         self._probe_pages = 0
         self._probe_from_s = 0.0
-        self._is_probing = False
+        self._probing_since_s: float | None = None
         self._unchecked = UNCHECKED_AT_START
+
+    def reason_to_decline(self, hoped: Offer) -> str | None:
+        """Why nothing is fetched of a prompt, whatever L3 has of it; None: it depends on what it has.
+
+        ``hoped``: what L3 has at best, as far as it matters: up to what is here, and all.
+        """
+        if not self._wants_some(hoped):
+            return "faster_computed"
+        is_awaited = self._policy.patience_s(self._facts(hoped, hoped.stops[-1])) < math.inf
+        return "unmeasured" if is_awaited and not self._is_measured else None
+
+    def _wants_some(self, hoped: Offer) -> bool:
+        return any(self._policy.tokens(self._facts(hoped, stop)) for stop in hoped.stops)
 
     def worth(self, offer: Offer) -> list[int]:
         """The leading ones of the stops that are worth being loaded: all, some, or none."""
-        stops = offer.stops
-        if stops and self._under_way_bytes and self._is_first(self._facts(offer, stops[-1])):
+        leading = self._leading(offer)
+        if leading and self._under_way_bytes and self._is_first(self._facts(offer, leading[-1])):
             return []  # what is under way will tell
+        if not leading or leading != offer.stops:
+            return leading
+        self._probe_pages = 0
+        return [] if self._is_check_due(offer, leading[-1]) else leading
+
+    def _leading(self, offer: Offer) -> list[int]:
+        """Of all stops, or, where that is none, of those for which L3 need not bring a page of full attention."""
+        stops = self._leading_of(offer, offer.stops)
+        return stops or self._leading_of(offer, [stop for stop in offer.stops if stop <= offer.here_pages])
+
+    def _leading_of(self, offer: Offer, stops: list[int]) -> list[int]:
         for _ in range(ROUNDS_MAX):
             if not stops:
                 break
             wanted = offer.base_pages + self._policy.tokens(self._facts(offer, stops[-1])) // self._page_tokens
             if wanted >= stops[-1]:
-                self._probe_pages = 0
-                return [] if self._is_check_due(offer, stops[-1]) else stops
+                return stops
             stops = stops[: bisect_right(stops, wanted)]
         return []
 
@@ -93,26 +124,36 @@ class ReadAdmission:
         self._unchecked = 0.0
         return True
 
-    def _declined_s(self, offer: Offer) -> float:
-        tokens = self._page_tokens
-        return self._costs.prefill_s(offer.base_pages * tokens, offer.stops[-1] * tokens) or 0.0
-
     def patience_s(self, offer: Offer) -> float:
-        """How long a request should wait at most for what is fetched of the last stop."""
+        """How long a request should wait at most for what L3 says, and then for what is fetched of the last stop."""
         facts = self._facts(offer, offer.stops[-1])
-        share = FIRST_SHARE if self._is_first(facts) else 1.0
-        return min(offer.patience_s, share * self._policy.patience_s(facts))
+        if not offer.lookup_objects and self._is_first(facts):
+            return 0.0  # it goes on coming, and tells how long that takes
+        return min(offer.patience_s, self._policy.patience_s(facts))
+
+    @property
+    def _is_measured(self) -> bool:
+        return self._costs.transfer_s(TIER, 1) is not None
 
     def _is_first(self, facts: LoadFacts) -> bool:
-        """Whether nothing like it was fetched so far, and somebody would wait for it in vain if it took long. What has
-        not come by then goes on coming, and tells how long it took."""
+        """Whether nothing as large was fetched so far, and somebody would wait for it in vain if it took long."""
         return self._costs.transfer_s(TIER, facts.bytes) is None and self._policy.patience_s(facts) < math.inf
 
-    def begin(self, size_bytes: int, *, is_probe: bool = False) -> Fetching:
+    def answered(self, objects: int, asked_s: float, outcomes: set[Outcome]) -> None:
+        """L3 has said what it has of so many objects, which it was asked at ``asked_s``; or has not, in time."""
+        if outcomes <= {Outcome.OK, Outcome.ABSENT, Outcome.DEADLINE}:
+            self._costs.moved(LOOKUP, objects, self._now_s() - asked_s)
+
+    def give_up_lookup(self, objects: int, asked_s: float) -> None:
+        """A request has not waited for the answer. If that took longer than answers do, that counts."""
+        expected_s = self._costs.transfer_s(LOOKUP, objects)
+        if expected_s is not None and (seconds := self._now_s() - asked_s) > expected_s:
+            self._costs.moved(LOOKUP, objects, seconds)
+
+    def begin(self, size_bytes: int) -> Fetching:
         """So many bytes are asked for now."""
-        self._is_probing |= is_probe
         self._under_way_bytes += size_bytes
-        return Fetching(self._now_s(), self._under_way_bytes, is_probe)
+        return Fetching(self._now_s(), self._under_way_bytes)
 
     def arrived(self, size_bytes: int) -> None:
         """So many of the bytes have come, or have failed to."""
@@ -120,12 +161,8 @@ class ReadAdmission:
 
     def end(self, fetching: Fetching, outcomes: set[Outcome]) -> None:
         """Everything has been answered. What came, and what did not come in time, tells how fast L3 is."""
-        seconds = self._now_s() - fetching.started_s
         if outcomes <= {Outcome.OK, Outcome.DEADLINE}:
-            self._costs.moved(TIER, fetching.size_bytes, seconds)
-        if fetching.is_probe:
-            self._is_probing = False
-            self._probe_from_s = self._now_s() + PROBE_REST * seconds
+            self._costs.moved(TIER, fetching.size_bytes, self._now_s() - fetching.started_s)
 
     def give_up(self, fetching: Fetching, *, gain_tokens: tuple[int, int]) -> None:
         """A request has not waited until the end. If that took longer than to compute ``gain_tokens``, that counts."""
@@ -136,23 +173,47 @@ class ReadAdmission:
         if expected_s is not None and seconds > expected_s * 0.99:
             self._costs.moved(TIER, fetching.size_bytes, seconds)
 
+    def begin_probe(self, hoped: Offer) -> bool:
+        """Whether L3 is to be asked for nobody now, since a request for ``hoped`` was declined. Then ``end_probe``."""
+        is_resting = self._probing_since_s is not None or self._now_s() < self._probe_from_s
+        if is_resting or self._under_way_bytes or not self._can_change(hoped):
+            return False
+        self._probing_since_s = self._now_s()
+        return True
+
+    def _can_change(self, declined: Offer) -> bool:
+        """Whether it was declined for what L3 takes; not measured, and unwanted, it was the policy's principle."""
+        return self._is_measured or self._wants_some(declined)
+
     def probe_pages(self, declined: Offer) -> int:
-        """Pages to fetch for nobody now, since this has been declined; 0: none."""
-        is_due = not self._is_probing and self._under_way_bytes == 0 and self._now_s() >= self._probe_from_s
-        if not is_due or self._costs.transfer_s(TIER, 1) is None:  # not measured: it was the policy's principle
-            return 0
-        page_bytes = declined.bytes_until(declined.stops[-1]) / (declined.stops[-1] - declined.base_pages)
+        """Pages to fetch for nobody, of which L3 has all up to the last stop."""
+        pages = declined.stops[-1] - declined.base_pages
+        size_bytes = declined.bytes_until(declined.stops[-1])
+        if not self._is_measured:
+            return pages
         limit_s = PROBE_SHARE * self._declined_s(declined)
-        pages = max(1, 2 * self._probe_pages)
-        while pages > 1 and (self._costs.transfer_s(TIER, int(pages * page_bytes)) or 0.0) > limit_s:
-            pages //= 2
-        self._probe_pages = pages
-        return pages
+        probed = min(pages, max(1, 2 * self._probe_pages))
+        while probed > 1 and (self._costs.transfer_s(TIER, size_bytes * probed // pages) or 0.0) > limit_s:
+            probed //= 2
+        self._probe_pages = probed
+        return probed
+
+    def end_probe(self) -> None:
+        """What was asked for nobody has been answered, or there was nothing to fetch."""
+        assert self._probing_since_s is not None, "one probe at a time"
+        rest_s = PROBE_REST * (self._now_s() - self._probing_since_s)
+        self._probe_from_s = self._now_s() + min(rest_s, PROBE_REST_S_MAX)
+        self._probing_since_s = None
+
+    def _declined_s(self, offer: Offer) -> float:
+        tokens = self._page_tokens
+        return self._costs.prefill_s(offer.base_pages * tokens, offer.stops[-1] * tokens) or 0.0
 
     def _facts(self, offer: Offer, stop: int) -> LoadFacts:
         size_bytes = offer.bytes_until(stop)
         whole_s = self._costs.transfer_s(TIER, self._under_way_bytes + size_bytes)
         own_s = self._costs.transfer_s(TIER, size_bytes)
+        lookup_s = self._costs.transfer_s(LOOKUP, offer.lookup_objects) if offer.lookup_objects else None
         return LoadFacts(
             now_s=self._now_s(),
             tier=TIER,
@@ -161,6 +222,6 @@ class ReadAdmission:
             prompt_tokens=offer.prompt_pages * self._page_tokens,
             bytes=size_bytes,
             page_tokens=self._page_tokens,
-            queue_s=0.0 if whole_s is None or own_s is None else whole_s - own_s,
+            queue_s=(0.0 if whole_s is None or own_s is None else whole_s - own_s) + (lookup_s or 0.0),
             patience_s=offer.patience_s,
         )

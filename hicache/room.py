@@ -314,8 +314,13 @@ class Room:
 
     @staticmethod
     def _is_busy(node: Node) -> bool:
-        pinned = any(entry is not None and entry.pins for entries in node.entries for entry in entries)
-        return pinned or bool(node.held or node.copying or node.storing)
+        if node.held or node.copying or node.storing:
+            return True
+        for entries in node.entries:  # written out: it is asked for each page that goes
+            for entry in entries:
+                if entry is not None and entry.pins:
+                    return True
+        return False
 
     def _drop(self, subtree: Sequence[Node]) -> None:
         for node in reversed(subtree):

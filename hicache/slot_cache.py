@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import partial
-from typing import Self
+from typing import Self, Unpack
 
 from hicache.directory_config import DirectoryConfig
-from hicache.errors import UsageError
 from hicache.front import CacheFront
 from hicache.keys import BlockKeys, FieldValue, chained_key
 from hicache.l3 import L3
 from hicache.page_changes import PageChange
 from hicache.policies.choice import policies_of
 from hicache.policies.eviction import EvictionFactory
-from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy, check_mode
+from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy
 from hicache.policies.read import READ_POLICY_DEFAULT, ReadFactory
 from hicache.policies.write import WritePolicy
 from hicache.pools import L1Pool, L2Pool
 from hicache.ranks.messages import Hello
 from hicache.ranks.settings import Ranks
-from hicache.replica import Replica
+from hicache.settings import SlotSettings
 from hicache.slot_directory import SlotDirectory, Step
 from hicache.slot_request import EngineSlot, SlotLoad, SlotRecord, SlotSave, SlotsByPage
 from hicache.spec import CacheSpec
@@ -71,8 +69,8 @@ class SlotCache(CacheFront[SlotDirectory]):
         copies: str = "auto",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """As ``HiCache``: ``l1`` is the adopted pool of rank 0, or None for all three: see ``lead``.
-        ``tells_changes``: see ``take_changes``.
+        """As ``HiCache``: ``l1`` is the adopted pool of rank 0, or None for all three: see ``lead``. Settings: see
+        SlotSettings.
 
         A rank that is here takes no steps of a RankWorker. The engine computes in the thread and stream in which it
         calls ``step``, ``load`` and ``save``: a step when none of the slots that it reuses are in ``busy_slots``, and
@@ -101,9 +99,12 @@ class SlotCache(CacheFront[SlotDirectory]):
         super().__init__(
             spec,
             BlockKeys(spec.namespace, page_tokens=spec.page_tokens),  # chained_key is BLAKE2b, whatever the spec's hash
-            partial(Replica, spec, l1=l1, l2=l2, l3=l3, ranks=ranks, copies=copies),
             directory,
+            l1=l1,
+            l2=l2,
             l3=l3,
+            ranks=ranks,
+            copies=copies,
             salt=salt,
             prefetch=prefetch,
             clock=clock,
@@ -111,37 +112,13 @@ class SlotCache(CacheFront[SlotDirectory]):
 
     @classmethod
     def lead(
-        cls,
-        spec: CacheSpec,
-        *,
-        ranks: Ranks,
-        salt: bytes | None = None,
-        prefetch: PrefetchPolicy | None = None,
-        write_policy: str | WritePolicy = "write_through",
-        eviction: str | EvictionFactory = "lru",
-        read_policy: str | ReadFactory = READ_POLICY_DEFAULT,
-        one_numbering: bool = False,
-        tells_changes: bool = False,
+        cls, spec: CacheSpec, *, ranks: Ranks, salt: bytes | None = None, **settings: Unpack[SlotSettings]
     ) -> Self:
         """The leader in a process without a rank, such as an engine's scheduler: every rank is a RankWorker.
 
-        ``one_numbering``: slot ``n`` of all groups is the same memory, which belongs to one of them at a time. Waits
-        for all ranks at ``ranks``. Raises ConfigError.
+        Waits for all ranks at ``ranks``. Raises ConfigError.
         """
-        return cls(
-            spec,
-            l1=None,
-            l2=None,
-            l3=None,
-            salt=salt,
-            prefetch=prefetch,
-            write_policy=write_policy,
-            eviction=eviction,
-            read_policy=read_policy,
-            one_numbering=one_numbering,
-            tells_changes=tells_changes,
-            ranks=ranks,
-        )
+        return cls(spec, l1=None, l2=None, l3=None, salt=salt, ranks=ranks, **settings)
 
     # -- a request ---------------------------------------------------------------------------------------------------
 
@@ -168,24 +145,15 @@ class SlotCache(CacheFront[SlotDirectory]):
     def prefetch(self, request: SlotRequest, *, beyond: int = 0, mode: PrefetchMode | None = None) -> None:
         """Begin to bring from L3 to L2 what makes the usable prefix longer than the ``beyond`` tokens that the engine
         has itself. Returns at once; does nothing the second time, unless a load, save or append has been in between."""
-        if mode is not None:
-            check_mode(mode)
+        chosen = self._mode(mode)
         with self._changed:
             self._begin()
             record = self._record_of(request)
             if record.prefetch is None or record.prefetch.concluded:
                 tokens = self._directory.gainable_tokens(record, own_tokens=beyond)
-                patience_s = self._prefetch_policy.patience_s(mode or self._prefetch_policy.mode, tokens=tokens)
-                request.prefetch_deadline_s = self._clock() + patience_s
+                patience_s = self._let_wait(request, chosen, tokens=tokens)
                 self._directory.prefetch(record, own_tokens=beyond, patience_s=patience_s)
                 self._pump.pump()
-
-    def is_ready(self, request: SlotRequest) -> bool:
-        """Whether the mode of the prefetch lets the request wait no longer."""
-        with self._changed:
-            settled = self._directory.is_settled(self._record_of(request))
-            gives_up_at_s = self._directory.gives_up_at_s(request._record)
-            return settled or self._closed or self._clock() >= min(request.prefetch_deadline_s, gives_up_at_s)
 
     def usable(self, request: SlotRequest, *, beyond: int) -> int:
         """The longest prefix, in tokens, that ``load`` can restore now: whole pages, the last token left to compute,
@@ -302,9 +270,3 @@ class SlotCache(CacheFront[SlotDirectory]):
         """Every call that decides something begins so: with the lock held."""
         self._check_open()
         self._directory.tell_time(self._clock())
-
-    def _record_of(self, request: SlotRequest) -> SlotRecord:
-        """Raises UsageError for a request of another cache: its slots mean something else here."""
-        if request._cache is not self:
-            raise UsageError("the request belongs to another SlotCache: give it to the one that opened it")
-        return request._record

@@ -16,7 +16,7 @@ from hicache.policies.eviction import EvictionFactory
 from hicache.policies.eviction_choice import lru
 from hicache.policies.read import READ_POLICY_DEFAULT, ReadFactory, read_policy_of
 from hicache.policies.write import WritePolicy, WriteThrough
-from hicache.prefetch import Prefetcher, PrefetchLimits
+from hicache.prefetch import Prefetcher
 from hicache.read_admission import ReadAdmission
 from hicache.slot_loader import SlotLoader
 from hicache.slot_request import EngineSlot, SlotLoad, SlotRecord, SlotSave, SlotsByPage
@@ -85,7 +85,7 @@ class SlotDirectory(JobSide):
         self._prefetcher = Prefetcher(
             self.index,
             self._jobs,
-            PrefetchLimits(config.has_l3, spec.page_tokens, config.prefetch_threshold_tokens, config.prefetch_l2_share),
+            config,
             self.stats,
             ReadAdmission(
                 read_policy_of(read_policy, self.costs),
@@ -163,10 +163,6 @@ class SlotDirectory(JobSide):
         if record.prefetch is None or record.prefetch.concluded:
             keys = [] if self._jobs.has_lost else record.keys[: record.restorable_pages]
             record.prefetch = self._prefetcher.start(keys, own=min(record.own_pages, len(keys)), patience_s=patience_s)
-
-    def gives_up_at_s(self, record: SlotRecord) -> float:
-        """When waiting longer for the prefetch costs more than it can bring."""
-        return math.inf if record.prefetch is None else record.prefetch.give_up_at_s
 
     def is_settled(self, record: SlotRecord) -> bool:
         """Whether waiting longer for the prefetch can bring nothing more."""

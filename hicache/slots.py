@@ -68,9 +68,10 @@ class Slots(ABC):
         """Nobody holds ``slot`` any more."""
 
     def _checked(self, handle: int) -> int:
-        if not self.holders(handle):
+        slot = handle & _SLOT_MASK
+        if slot >= self.capacity or self._generations[slot] != handle >> SLOT_BITS or not self._holders[slot]:
             raise HandleError(f"{self.name}: handle {handle:#x} is stale: its slot was released or never given out")
-        return handle & _SLOT_MASK
+        return slot
 
 
 class SlotPool(Slots):

@@ -10,7 +10,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache, wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from hicache.wire.bulk import BULK_CALLER
+
+if TYPE_CHECKING:
+    from opentelemetry.context import Context
 
 TRACEPARENT = "traceparent"  # the only thing that is sent to hicached: no tracestate, no baggage
 _TRACEPARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")  # W3C, 55 characters
@@ -36,17 +41,17 @@ class NoTracer:
     is_on = False
     _nothing = nullcontext(_NoSpan())
 
-    def span(self, name: str, *, is_server: bool = False) -> AbstractContextManager[Span]:
+    def span(self, name: str, *, is_server: bool = False, caller: bytes = b"") -> AbstractContextManager[Span]:
         """Nothing."""
         return self._nothing
 
-    def here(self) -> object:
+    def caller(self) -> bytes:
         """Nothing."""
-        return None
+        return b""
 
-    def within(self, context: object) -> AbstractContextManager[object]:
-        """Nothing."""
-        return self._nothing
+    def carried(self, work: Callable[[], R]) -> Callable[[], R]:
+        """``work`` itself."""
+        return work
 
     def from_peer(self, metadata: Sequence[tuple[str, str | bytes]]) -> AbstractContextManager[object]:
         """Nothing."""
@@ -68,6 +73,7 @@ class OpenTelemetryTracer:
         from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
         self._context = context
+        self._trace = trace
         self._kinds = trace.SpanKind
         self._get_provider, self._proxy = trace.get_tracer_provider, trace.ProxyTracerProvider
         self._tracer = trace.get_tracer("hicache")
@@ -78,20 +84,44 @@ class OpenTelemetryTracer:
         """Whether the process has one: without it, spans would cost 10 us each, and go nowhere."""
         return not isinstance(self._get_provider(), self._proxy)
 
-    def span(self, name: str, *, is_server: bool = False) -> AbstractContextManager[Span]:
-        """A span around the block, within the one that is current."""
+    def span(self, name: str, *, is_server: bool = False, caller: bytes = b"") -> AbstractContextManager[Span]:
+        """A span around the block, within the one that is current, or the peer's that ``caller`` names; one that names
+        none counts as nothing."""
         kind = self._kinds.SERVER if is_server else self._kinds.INTERNAL
         return self._tracer.start_as_current_span(
-            name, kind=kind, record_exception=False, set_status_on_exception=False
+            name,
+            context=self._of_peer(caller) if caller else None,
+            kind=kind,
+            record_exception=False,
+            set_status_on_exception=False,
         )
 
-    def here(self) -> object:
-        """What is current, to be given to ``within`` in another thread."""
-        return self._context.get_current()
+    def caller(self) -> bytes:
+        """The current span, for the bulk socket: a BULK_CALLER; empty where there is none."""
+        span = self._trace.get_current_span().get_span_context()
+        if not span.is_valid:
+            return b""
+        return BULK_CALLER.pack(span.trace_id.to_bytes(16), span.span_id.to_bytes(8), span.trace_flags)
+
+    def _of_peer(self, caller: bytes) -> Context:
+        trace_id, span_id, flags = BULK_CALLER.unpack(caller)
+        sampled = self._trace.TraceFlags(flags & self._trace.TraceFlags.SAMPLED)
+        ids = int.from_bytes(trace_id), int.from_bytes(span_id)
+        span = self._trace.SpanContext(*ids, is_remote=True, trace_flags=sampled)
+        return self._trace.set_span_in_context(self._trace.NonRecordingSpan(span))
+
+    def carried(self, work: Callable[[], R]) -> Callable[[], R]:
+        """``work`` for another thread, which does it within the span that is current here."""
+        context = self._context.get_current()
+
+        def within_caller() -> R:
+            with self._within(context):
+                return work()
+
+        return within_caller
 
     @contextmanager
-    def within(self, context: Any) -> Iterator[None]:  # Any: what here() has returned
-        """As if the block were where ``here`` was called."""
+    def _within(self, context: Context) -> Iterator[None]:
         token = self._context.attach(context)
         try:
             yield
@@ -105,7 +135,7 @@ class OpenTelemetryTracer:
             for name, value in metadata
             if name == TRACEPARENT and isinstance(value, str) and _TRACEPARENT.fullmatch(value)
         }
-        return self.within(self._propagator.extract(carrier))
+        return self._within(self._propagator.extract(carrier))
 
     def for_peer(self) -> tuple[tuple[str, str], ...]:
         """Metadata of a call to hicached."""

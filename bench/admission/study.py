@@ -6,7 +6,7 @@ import json
 import os
 from array import array
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,15 +15,15 @@ from rich.console import Console
 
 from bench.admission.generator import agent_sessions
 from bench.admission.study_cells import BELADY, BOUND, CEILING, Cell, KeptRows, Row, Source, fill
+from bench.admission.study_duel import duel as run_duel
 from bench.admission.study_limit import limits
 from bench.admission.study_residency import residency
-from bench.admission.study_tables import OURS, SECOND_TOUCH, every_policy, filled_in, summary
+from bench.admission.study_tables import CAPACITIES, OURS, SECOND_TOUCH, every_policy, filled_in, summary
 from bench.admission.traces import Trace, load_trace
 from hicache.errors import ConfigError
 
 _FILES = Path(__file__).parent.parent / "trace_files"
 _PAGE_TOKENS = 512
-CAPACITIES = {"0.5 M": 1000, "3 M": 5859, "10 M": 20_000, "25 M": 50_000}  # pages, as in golden/policies.json
 POLICIES = (
     OURS, "lru", SECOND_TOUCH, "lru+tiny_lfu", "fifo", "lfu", "lfu_da", "slru", "s3_fifo", "sieve", "arc", "gdsf",
     "marconi", "ttl", "tail_trim", "marconi+write_through_selective", "marconi+tiny_lfu",
@@ -175,6 +175,24 @@ def limit(json_path: str | None, name: str, capacity: str) -> None:
         _write({"trace": name, "capacity": capacity, **found}, json_path)
     for key, value in found.items():
         click.echo(f"{key:48} {value:.4f}")
+
+
+@main.command()
+@_json
+@click.option("--trace", "name", type=click.Choice(list(SOURCES)), default="synthetic", show_default=True)
+@click.option("--capacity", type=click.Choice(list(CAPACITIES)), default="0.5 M", show_default=True)
+@click.option("--one", type=click.Choice(POLICIES), default=OURS, show_default=True, metavar="POLICY")
+@click.option("--other", type=click.Choice(POLICIES), default="marconi", show_default=True, metavar="POLICY")
+@click.option("--warm", "warm_share", type=click.FloatRange(0, 0.99), default=0.0, help="Requests that do not count.")
+def duel(json_path: str | None, name: str, capacity: str, one: str, other: str, warm_share: float) -> None:
+    """Whether one policy is ahead of another one, or had luck."""
+    found = run_duel(SOURCES[name].load(), CAPACITIES[capacity], one, other, warm_share=warm_share)
+    if json_path is not None:
+        _write({"trace": name, "capacity": capacity, "one": one, "other": other, **asdict(found)}, json_path)
+    click.echo(
+        f"{one} saves {found.ahead_share:+.4f} more than {other}, deviation {found.deviation:.4f}, and "
+        f"less on {found.behind_chance:.0%} of traces drawn anew; {found.differing} requests of {found.requests} differ"
+    )
 
 
 @main.command()

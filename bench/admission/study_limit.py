@@ -167,7 +167,8 @@ def hazards(lives: Lives, traits: Sequence[int], first: Array, middle_s: float) 
     ends = ended[rows] & (np.searchsorted(_STARTS_S, known_s[rows], side="right") - 1 == seen_ages)
 
     def matrix(of: Array, age: Array) -> csr_array:
-        parts = np.concatenate([columns[of], columns[of, : _firsts(traits)] * ages + age[:, None] + count], axis=1)
+        alone = columns[of, : len(traits)]  # each trait alone counts by age, too
+        parts = np.concatenate([columns[of], alone * ages + age[:, None] + count], axis=1)
         parts = np.concatenate([parts, (count * (1 + ages) + age)[:, None]], axis=1)
         place = np.repeat(np.arange(len(of)), parts.shape[1])
         shape = (len(of), count * (1 + ages) + ages)
@@ -184,11 +185,6 @@ def hazards(lives: Lives, traits: Sequence[int], first: Array, middle_s: float) 
     every = np.arange(len(columns))
     chances = [1 / (1 + np.exp(-(matrix(every, np.full(len(every), age)) @ solved.x))) for age in range(ages)]
     return np.stack(chances, axis=1)
-
-
-def _firsts(traits: Sequence[int]) -> int:
-    """Features that count by age too: each trait alone."""
-    return len(traits)
 
 
 def _columns(bins: Array) -> Array:

@@ -8,6 +8,12 @@ from typing import Any, TypeAlias
 from bench.admission.study_cells import BELADY, BOUND, CEILING
 
 Row: TypeAlias = Mapping[str, Any]
+CAPACITIES = {
+    "0.5 M": 1000,
+    "3 M": 5859,
+    "10 M": 20_000,
+    "25 M": 50_000,
+}  # pages of 512 tokens, as in the golden counts
 OURS = "continuation+continuation"
 SECOND_TOUCH = "lru+write_through_selective"
 _LIMITS = (BELADY, CEILING, BOUND)
@@ -29,7 +35,7 @@ def summary(rows: Sequence[Row]) -> str:
         share = f"{ours / low:.2f}" if low else ""
         lines.append(
             f"| {trace}, {capacity_name(pages)} | {ours:.3f} | {others[best]:.3f} ({best}) | {saved['lru']:.3f} | "
-            f"{saved[SECOND_TOUCH]:.3f} | {_interval(low, high)} | {share} | {regret(here, OURS)} | "
+            f"{_share(saved.get(SECOND_TOUCH))} | {_interval(low, high)} | {share} | {regret(here, OURS)} | "
             f"{_written(here, OURS)} |"
         )
     return "\n".join(lines)
@@ -64,27 +70,29 @@ def filled_in(text: str, rows: Sequence[Row]) -> str:
     return text
 
 
-def limits(here: Mapping[str, Row]) -> tuple[float, float]:
-    """What Belady's rule saves, and what nothing passes, of one trace and capacity."""
-    low = here[BELADY]["saved_share"]
+def limits(here: Mapping[str, Row]) -> tuple[float | None, float]:
+    """What Belady's rule saves, if that was run, and what nothing passes, of one trace and capacity."""
+    low = here[BELADY]["saved_share"] if BELADY in here else None
     high = min(here[limit]["saved_share"] for limit in (CEILING, BOUND) if limit in here)
-    return low, max(low, high)
+    return low, max(low or 0.0, high)
 
 
 def regret(here: Mapping[str, Row], policy: str) -> str:
     """How far a policy is from Belady's rule, and from what nothing passes; empty where nothing can be saved."""
     low, high = limits(here)
-    if not low:
+    if not high:
         return ""
     saved = here[policy]["saved_share"]
-    shares = [f"{1 - saved / limit:.0%}".removesuffix("%") for limit in (low, high)]
-    return f"{shares[0]} %" if shares[0] == shares[1] else f"{shares[0]} to {shares[1]} %"
+    most = f"{100 * (1 - saved / high):.0f} %"
+    if low is None:
+        return f"at most {most}"
+    least = f"{100 * (1 - saved / low):.0f}" if low else "0"
+    return most if f"{least} %" == most else f"{least} to {most}"
 
 
 def capacity_name(pages: int) -> str:
-    """Of a page of 512 tokens."""
-    millions = pages * 512 / 1e6
-    return f"{millions:.0f} M" if millions >= 1 else f"{millions:.1f} M"
+    """As in the tables."""
+    return next((name for name, its in CAPACITIES.items() if its == pages), f"{pages} pages")
 
 
 def _groups(rows: Sequence[Row]) -> dict[tuple[str, int], dict[str, Row]]:
@@ -103,8 +111,14 @@ def _cell(here: Mapping[str, Row], policy: str) -> str:
     return ", ".join(part for part in (saved, regret(here, policy), _written(here, policy)) if part)
 
 
-def _interval(low: float, high: float) -> str:
+def _interval(low: float | None, high: float) -> str:
+    if low is None:
+        return f"at most {high:.3f}"
     return f"{low:.3f}" if f"{low:.3f}" == f"{high:.3f}" else f"{low:.3f} to {high:.3f}"
+
+
+def _share(value: float | None) -> str:
+    return "" if value is None else f"{value:.3f}"
 
 
 def _written(here: Mapping[str, Row], policy: str) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 from collections.abc import Callable, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Future, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from typing import Any, Protocol
@@ -208,11 +208,24 @@ def run_all(
     title: str = "replays",
     done: Callable[[int, Row], None] | None = None,
 ) -> list[Row]:
-    """What each task has found, in order. ``done`` is told of each, with its number, as soon as it has."""
+    """What each task has found, in order. ``done`` is told of each, with its number, as soon as it has.
+
+    If one fails its error is raised when those under way have ended; the others are not begun.
+    """
     global _traces  # noqa: PLW0603 - forked workers share the traces so, without a copy
     _traces = traces
     gc.freeze()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    rows: dict[int, Row] = {}
+
+    def note(future: Future[Row]) -> None:
+        number = numbers[future]
+        if number not in rows and not future.cancelled() and future.exception() is None:
+            rows[number] = future.result()
+            progress.advance(bar)
+            if done is not None:
+                done(number, rows[number])
+
     try:
         with (
             Progress(*columns, console=console, transient=True) as progress,
@@ -220,12 +233,15 @@ def run_all(
         ):
             bar = progress.add_task(title, total=len(tasks))
             numbers = {pool.submit(_run, task): number for number, task in enumerate(tasks)}
-            rows: dict[int, Row] = {}
-            for future in as_completed(numbers):
-                row = rows[numbers[future]] = future.result()
-                if done is not None:
-                    done(numbers[future], row)
-                progress.advance(bar)
+            try:
+                for future in as_completed(numbers):
+                    note(future)
+                    future.result()
+            except BaseException:
+                pool.shutdown(cancel_futures=True)  # what is under way is finished, and counts
+                for future in numbers:
+                    note(future)
+                raise
     finally:
         _traces = ()
         gc.unfreeze()

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import msgspec
 
+from hicache.errors import ConfigError
+
 VERIFY_BYTES_PER_S = 200 << 20
+VERIFY_BYTES_PER_S_MAX = 1 << 40
+VERIFY_S_MAX = 30 * 86_400  # a slower one would not end before the content is another one
 
 
 class NamespaceRow(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +50,20 @@ class VerifyRequest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     bytes_per_s: int = VERIFY_BYTES_PER_S  # of payload
     namespace: str = ""  # empty: all
     after: str = ""  # where another verify has stopped
+
+
+def check_verify_rate(bytes_per_s: int, *, payload_bytes: int) -> None:
+    """Whether a verify of so much payload would end. Raises ConfigError with the slowest rate at which it does."""
+    least = max(1 << 16, -(-payload_bytes // VERIFY_S_MAX))
+    if bytes_per_s < least:
+        days = payload_bytes / max(1, bytes_per_s) / 86_400
+        expected = (
+            f"at least {least} bytes a second: {payload_bytes} bytes are stored, which would take {days:.3g} days, and "
+            f"{VERIFY_S_MAX // 86_400} are the most"
+        )
+        raise ConfigError("rate", bytes_per_s, expected)
+    if bytes_per_s > VERIFY_BYTES_PER_S_MAX:
+        raise ConfigError("rate", bytes_per_s, f"at most {VERIFY_BYTES_PER_S_MAX} bytes a second")
 
 
 class VerifyLine(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

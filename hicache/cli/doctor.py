@@ -30,7 +30,7 @@ def doctor(
     token_file: str | None,
     json_path: str | None,
 ) -> None:
-    """Check limits, memory locking, huge pages, shared memory, disk, clock, versions and sockets.
+    """Check limits, memory locking, huge pages, shared memory, disk, clock, versions, sockets and certificates.
 
     Each finding says what to do. Ends with 1 where something is wrong; hints alone end with 0.
     """

@@ -19,6 +19,8 @@ CLOCK_STEP_S_MAX = 1.0
 KERNEL_MIN = (5, 10)
 PYTHON_MIN = (3, 11)
 FREE_INODES_MIN = 1 << 16
+DAY_S = 86_400.0
+CERTIFICATE_DAYS_MIN = 14  # as the alert has it
 
 
 class Level(Enum):
@@ -219,6 +221,20 @@ def check_sockets(machine: Machine) -> Iterator[Finding]:
             yield Finding("socket", Level.GOOD, f"{path} has mode {bits:04o}")
 
 
+def check_certificates(machine: Machine) -> Iterator[Finding]:
+    """Clients over TCP are turned away when one has ended; nobody is told before but by this and by an alert."""
+    advice = "write a renewed one over it in one step (mv): new connections get it, nothing is to be reloaded"
+    for path, left_s in machine.certificates_left_s.items():
+        if left_s is None:
+            yield Finding("certificate", Level.BAD, f"{path} has none that can be read", f"make {path} readable PEM")
+        elif left_s <= 0:
+            yield Finding("certificate", Level.BAD, f"one in {path} ended {-left_s / DAY_S:.1f} days ago", advice)
+        elif left_s < CERTIFICATE_DAYS_MIN * DAY_S:
+            yield Finding("certificate", Level.HINT, f"one in {path} ends in {left_s / DAY_S:.1f} days", advice)
+        else:
+            yield Finding("certificate", Level.GOOD, f"{path} holds for {left_s / DAY_S:.0f} days")
+
+
 CHECKS: tuple[Check, ...] = (
     check_open_files,
     check_memlock,
@@ -232,4 +248,5 @@ CHECKS: tuple[Check, ...] = (
     check_versions,
     check_daemon,
     check_sockets,
+    check_certificates,
 )

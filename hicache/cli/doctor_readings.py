@@ -19,6 +19,7 @@ import msgspec
 
 from hicache.admin.client import Admin
 from hicache.admin.verbs import STATUS
+from hicache.certificates import earliest_expiration_s
 from hicache.daemon.config import DaemonConfig, load_config
 from hicache.errors import AdminRefused, ConfigError, DaemonUnreachable
 
@@ -74,6 +75,7 @@ class Machine:
     daemon_version: str = ""
     daemon_problem: str = ""
     sockets: Mapping[str, int] = field(default_factory=dict)  # st_mode by path
+    certificates_left_s: Mapping[str, float | None] = field(default_factory=dict)  # by path; None: it has none
 
 
 def read_machine(*, config_file: str | None, path: str | None, admin: str, token: str, measures_disk: bool) -> Machine:
@@ -112,12 +114,26 @@ def read_machine(*, config_file: str | None, path: str | None, admin: str, token
         daemon_version=daemon_version,
         daemon_problem=daemon_problem,
         sockets=_sockets(admin.removesuffix(".admin")),
+        certificates_left_s={path: _certificates_left_s(path) for path in _certificate_files(config)},
     )
 
 
 def _config(file: str | None) -> DaemonConfig:
     """The default one has its socket where packages make a folder, which need not be there to be doctored."""
     return DaemonConfig() if file is None else load_config(file, {})
+
+
+def _certificate_files(config: DaemonConfig) -> list[str]:
+    return [path for path in (config.tls_certificate, config.tls_client_ca) if path]
+
+
+def _certificates_left_s(path: str) -> float | None:
+    """Until the first certificate in a file ends; None where it has none, or cannot be read."""
+    try:
+        end_s = earliest_expiration_s(Path(path).read_bytes())
+    except OSError:
+        return None
+    return None if end_s is None else end_s - time.time()
 
 
 def _limit(which: int) -> int:

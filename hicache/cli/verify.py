@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 
 from hicache.admin.progress import verify_line
-from hicache.admin.store_messages import VERIFY_BYTES_PER_S, VerifyLine, VerifyRequest
+from hicache.admin.store_messages import VERIFY_BYTES_PER_S, VerifyLine, VerifyRequest, check_verify_rate
 from hicache.admin.verbs import VERIFY
 from hicache.cli.admin import SILENCE_S, admin_of, lines, tenant_names
 from hicache.cli.amounts import parse_rate, size_text
@@ -107,11 +107,10 @@ def _offline(directory: Path, encryption_keys: str, request: VerifyRequest, tena
         after = bytes.fromhex(request.after)
     except ValueError as error:
         raise ConfigError("after", request.after, "a key in hexadecimal, as an earlier verify told it") from error
-    if request.bytes_per_s < 1:
-        raise ConfigError("rate", request.bytes_per_s, "at least 1 byte a second")
     store = open_offline(directory, encryption_keys=encryption_keys)
     try:
-        total = store.usage().objects
+        usage = store.usage()
+        check_verify_rate(request.bytes_per_s, payload_bytes=usage.payload_bytes)
         progress = ScrubProgress(after)
         started_s = told_s = time.monotonic()
         for progress in scrub(
@@ -121,9 +120,9 @@ def _offline(directory: Path, encryption_keys: str, request: VerifyRequest, tena
         ):
             if time.monotonic() - told_s >= LINE_INTERVAL_S:
                 told_s = time.monotonic()
-                yield verify_line(progress, objects_stored=total, is_done=False)
+                yield verify_line(progress, objects_stored=usage.objects, is_done=False)
             time.sleep(max(0.0, progress.payload_bytes / request.bytes_per_s - (time.monotonic() - started_s)))
-        yield verify_line(progress, objects_stored=total, is_done=True)
+        yield verify_line(progress, objects_stored=usage.objects, is_done=True)
     finally:
         store.close()
 

@@ -8,7 +8,7 @@ from itertools import groupby
 from hicache.client.session import SessionLimits
 from hicache.l3 import L3Item
 from hicache.outcome import Outcome
-from hicache.wire.bulk import BULK_REGION, BULK_REQUEST, BulkKind, pack_numbers
+from hicache.wire.bulk import BULK_REGION, BulkKind, pack_numbers, pack_request
 from hicache.wire.protocol import pack_keys
 
 TIMEOUT_MS_MAX = 2**32 - 1
@@ -36,12 +36,14 @@ def timeout_ms_of(left_s: float) -> int:
     return min(max(1, int(left_s * 1000)), TIMEOUT_MS_MAX)
 
 
-def pack_region_request(kind: BulkKind, region_id: int, items: Sequence[L3Item], *, timeout_ms: int) -> bytes:
-    """A request about registered memory, for the bulk socket."""
+def pack_region_request(
+    kind: BulkKind, region_id: int, items: Sequence[L3Item], *, timeout_ms: int, caller: bytes = b""
+) -> bytes:
+    """A request about registered memory, for the bulk socket. ``caller``: see ``Session.caller``."""
     keys, key_bytes = pack_keys([item.key for item in items])
     return b"".join(
         (
-            BULK_REQUEST.pack(kind, key_bytes, len(items), timeout_ms),
+            pack_request(kind, key_bytes, len(items), timeout_ms=timeout_ms, caller=caller),
             keys,
             pack_numbers([item.size_bytes for item in items]),
             pack_numbers([item.offset for item in items]),

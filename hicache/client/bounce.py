@@ -115,6 +115,7 @@ class _Passage:
         transfer: Transfer,
     ) -> None:
         self._link = link
+        self._caller = session.caller()
         self._bounce = bounce
         self._memory = memory
         self._transfer = transfer
@@ -156,7 +157,9 @@ class _Passage:
             kind = BulkKind.STORE
             for position, item in zip(piece, items, strict=True):
                 _copy(self._memory, self._transfer.items[position], self._bounce.buffer, item)
-        request = pack_region_request(kind, self._link.region_id, items, timeout_ms=timeout_ms_of(self._left_s()))
+        timeout_ms = timeout_ms_of(self._left_s())
+        region_id = self._link.region_id
+        request = pack_region_request(kind, region_id, items, timeout_ms=timeout_ms, caller=self._caller)
         self._asked.append((slot, piece))
         with contextlib.suppress(ConnectionError):  # a piece before may have been refused: that is there to be read
             bulk.send(request, left_s=self._left_s)

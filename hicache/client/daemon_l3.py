@@ -6,7 +6,7 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -162,6 +162,10 @@ class DaemonL3:
         session = self._supervisor.session
         link = session.link if session is not None and self._bounce is None else None
         return link is not None and link.state is LinkState.OPEN
+
+    def certificate_expirations_s(self) -> Mapping[str, float]:
+        """See ``TlsFiles.expirations_s``; nothing without TLS. Reads the files."""
+        return {} if self._address.tls is None else self._address.tls.expirations_s()
 
     def status(self) -> L3Status:
         """The client as it is now."""

@@ -22,6 +22,7 @@ from hicache.client.tls import TlsUnusable, diagnose, unusable_fault
 from hicache.keys import FieldValue, digest_fields
 from hicache.l3 import TierFills
 from hicache.lease_book import LeaseBook
+from hicache.tracing import tracer
 from hicache.wire import hicached_pb2 as wire
 from hicache.wire.hicached_pb2_grpc import HiCachedStub
 from hicache.wire.protocol import (
@@ -167,6 +168,10 @@ class Session:
         request = wire.ReportRequest(session_secret=self.secret, tiers=tiers)
         if not isinstance(call(self.stub.Report, request, timeout_s=timeout_s), Fault):
             self.answered_at_s = time.monotonic()
+
+    def caller(self) -> bytes:
+        """The span that a request on the bulk socket is within, as a BULK_CALLER; empty where either end makes none."""
+        return tracer().caller() if self.welcome.bulk_traces else b""
 
     def try_bulk(self, *, timeout_s: float) -> Fault | None:
         """Why no object could be moved over the bulk socket; None when one could."""

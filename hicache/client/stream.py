@@ -16,9 +16,9 @@ from hicache.wire.bulk import (
     BULK_CHECKSUM,
     BULK_OBJECT,
     BULK_PIECE_BYTES,
-    BULK_REQUEST,
     BulkKind,
     pack_numbers,
+    pack_request,
 )
 from hicache.wire.protocol import pack_keys
 
@@ -52,7 +52,7 @@ def _move(
     """Fills in the outcomes of what is decided."""
     try:
         with session.bulk.borrow(left_s=lambda: transfer.left_s) as link:
-            stream = ObjectStream(link, memory, items, transfer)
+            stream = ObjectStream(link, memory, items, transfer, caller=session.caller())
             if transfer.direction is Direction.GET:
                 stream.get(outcomes)
             else:
@@ -71,8 +71,12 @@ class ObjectStream:
     Whatever else happens to it makes it an error of its own, and never touches another object.
     """
 
-    def __init__(self, link: BulkLink, memory: memoryview, items: Sequence[L3Item], transfer: Transfer) -> None:
+    def __init__(
+        self, link: BulkLink, memory: memoryview, items: Sequence[L3Item], transfer: Transfer, *, caller: bytes = b""
+    ) -> None:
+        """``caller``: see ``Session.caller``."""
         self._link = link
+        self._caller = caller
         self._memory = memory
         self._items = items
         self._transfer = transfer
@@ -108,7 +112,8 @@ class ObjectStream:
 
     def _request(self, kind: BulkKind) -> None:
         keys, key_bytes = pack_keys([item.key for item in self._items])
-        header = BULK_REQUEST.pack(kind, key_bytes, len(self._items), timeout_ms_of(self._left_s()))
+        timeout_ms = timeout_ms_of(self._left_s())
+        header = pack_request(kind, key_bytes, len(self._items), timeout_ms=timeout_ms, caller=self._caller)
         sizes = pack_numbers([item.size_bytes for item in self._items])
         self._link.send(b"".join((header, keys, sizes)), left_s=self._left_s)
         self._link.receive_status(left_s=self._left_s)

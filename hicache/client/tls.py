@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import grpc
 
+from hicache.certificates import earliest_expiration_s
 from hicache.client.fault import Fault, FaultKind
 
 DIAGNOSIS_S = 0.5
@@ -42,6 +43,15 @@ class TlsFiles:
                 text = f"certificate = {self.certificate!r}, key = {self.key!r}: expected PEM files that fit ({error})"
                 raise TlsUnusable(text) from error
         return context
+
+    def expirations_s(self) -> dict[str, float]:
+        """When the first certificate of ``ca`` ends, and the first of ``client``, in seconds since 1970; nothing of
+        files that cannot be read."""
+        ends = {}
+        for name, path in (("ca", self.ca), ("client", self.certificate)):
+            with contextlib.suppress(OSError):
+                ends[name] = earliest_expiration_s(_read(path) or b"")
+        return {name: end for name, end in ends.items() if end is not None}
 
     def credentials(self) -> grpc.ChannelCredentials:
         """For gRPC. Raises TlsUnusable."""

@@ -98,7 +98,8 @@ def _ask_to_move(
     is_sent = False
     try:
         with session.bulk.borrow(left_s=lambda: transfer.left_s) as bulk:
-            request = pack_region_request(kind, region_id, items, timeout_ms=timeout_ms_of(transfer.left_s))
+            timeout_ms = timeout_ms_of(transfer.left_s)
+            request = pack_region_request(kind, region_id, items, timeout_ms=timeout_ms, caller=session.caller())
             is_sent = True
             bulk.send(request, left_s=lambda: transfer.left_s)
             bulk.receive_status(left_s=lambda: transfer.left_s)

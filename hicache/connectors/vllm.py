@@ -39,6 +39,7 @@ from hicache.connectors.vllm_identity import (
     check_version,
     engine_identity,
     has_media_by_name,
+    numbers_media,
     weights_revision,
 )
 from hicache.connectors.vllm_messages import HiCacheHandshake, HiCacheMetadata, HiCacheStepTimes
@@ -248,9 +249,9 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         return False, None
 
     def reset_cache(self) -> bool:
-        """What was saved before is not found again by this engine."""
-        self._side.reset()
-        return True
+        """What was saved before is not found again by this engine. False: blocks are still read or written, and their
+        memory must stay."""
+        return self._side.reset()
 
     # -- both --------------------------------------------------------------------------------------------------------
 
@@ -318,7 +319,8 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
         if not request.cache_salt and self._settings.tenant_salt_required:
             return None
         extras: dict[str, Any] = {}
-        if not self._settings.media_ids_trusted and has_media_by_name(request):
+        is_doubted = not self._settings.media_ids_trusted and has_media_by_name(request)
+        if is_doubted or (request.mm_features and numbers_media(self._vllm_config)):
             extras["names_of"] = self._own_name
         if request.lora_request is not None:
             assert self._adapters is not None

@@ -254,6 +254,15 @@ def check_hash_algorithm(algorithm: str) -> None:
         )
 
 
+def numbers_media(vllm_config: Any) -> bool:
+    """Whether images and sounds are numbered as they come, since vLLM itself keeps nothing of them: number 1 is another
+    one after each start.
+    """
+    media = getattr(vllm_config.model_config, "multimodal_config", None)
+    keeps_none = media is not None and getattr(media, "mm_processor_cache_gb", None) == 0
+    return keeps_none and not vllm_config.cache_config.enable_prefix_caching
+
+
 def has_media_by_name(request: Any) -> bool:
     """Whether a request has images or sounds by names that somebody gave them, and not by their content."""
     features = getattr(request, "mm_features", None) or ()

@@ -290,13 +290,14 @@ class SchedulerSide:
 
     # -- the whole cache ---------------------------------------------------------------------------------------------
 
-    def reset(self) -> None:
+    def reset(self) -> bool:
         """Nothing that was saved before is found again by this engine: its weights may be others from now on.
 
         Requests under way go on; what they have computed is not saved. Whatever is saved from now on is this engine's
         alone until it starts again. Waits for copies that are under way: vLLM may take the blocks' memory away next.
+        Not where this is False: they have not ended.
         """
-        if not self.cache.settle(timeout_s=_SETTLE_S):
+        if not (is_settled := self.cache.settle(timeout_s=_SETTLE_S)):
             _LOG.error("copies of KV blocks have not ended within %g s of a reset", _SETTLE_S)
         self._epoch = uuid.uuid4().hex
         for entry in self._entries.values():
@@ -305,6 +306,7 @@ class SchedulerSide:
                 self._release(entry)
         if self._events is not None:
             self._events.forget()
+        return is_settled
 
     def samples(self) -> Samples:
         """Everything that was counted since start."""

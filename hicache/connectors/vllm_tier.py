@@ -37,7 +37,13 @@ from hicache.connect import DAEMON_SCHEMES
 from hicache.connectors.checkpoint import DEPTHS
 from hicache.connectors.row_store import Finished, RowSettings, RowStore
 from hicache.connectors.vllm_facts import engine_facts, weights_folder
-from hicache.connectors.vllm_identity import EngineIdentity, check_hash_algorithm, engine_identity, weights_revision
+from hicache.connectors.vllm_identity import (
+    EngineIdentity,
+    check_hash_algorithm,
+    engine_identity,
+    numbers_media,
+    weights_revision,
+)
 from hicache.errors import ConfigError
 from hicache.groups import StateField, StateGroup
 from hicache.keys import FieldValue, object_key
@@ -250,6 +256,13 @@ def _configs_of_caller() -> tuple[Any, Any]:
 
 def _check_engine(vllm_config: Any, settings: Mapping[str, Any]) -> None:
     check_hash_algorithm(vllm_config.cache_config.prefix_caching_hash_algo)
+    if numbers_media(vllm_config):
+        raise ConfigError(
+            "mm_processor_cache_gb",
+            0,
+            "more than 0, or prefix caching: without both, vLLM numbers images from 1 on at each start, and a tier is "
+            "not told which request has any",
+        )
     if vllm_config.lora_config is not None and settings.get("adapters_never_change") is not True:
         raise ConfigError(
             "enable_lora",

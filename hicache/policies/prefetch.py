@@ -43,6 +43,10 @@ class PrefetchPolicy:
             return self.hard_cap_s
         return min(self.base_s + self.per_ki_token_s * tokens / 1024, self.hard_cap_s)
 
+    def horizon_s(self, mode: PrefetchMode, *, tokens: int) -> float:
+        """How long what L3 brings is of use to it: to one that does not wait, until the engine gets to it."""
+        return math.inf if mode == "best_effort" else self.patience_s(mode, tokens=tokens)
+
 
 def check_mode(mode: str) -> None:
     """Raises ConfigError unless ``mode`` is one of the three."""

@@ -1,8 +1,9 @@
 """Read policy: how much of what a tier below has of a prompt is loaded, and how much is computed again.
 
-A policy is asked once the tier is known to have a prefix, and again when it wants less than that and the next shorter
-prefix that can be used has another size. It has neither clock nor memory: costs are those of a model
-(``hicache.costs``) in the replayer, and in a running engine what it has measured.
+A policy is asked of all that a tier may have of a prompt, before the tier is asked; of what it has, when that is known;
+and again when it wants less than that and the next shorter prefix that can be used has another size. It has neither
+clock nor memory: costs are those of a model (``hicache.costs``) in the replayer, and in a running engine what it has
+measured.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from hicache.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class LoadFacts:
-    """What ``tier`` has of a prompt.
+    """What ``tier`` has, or might have, of a prompt.
 
     tokens  [0, held) in faster tiers | [held, usable) can be loaded | [usable, prompt) to compute in any case
     """
@@ -29,7 +30,7 @@ class LoadFacts:
     prompt_tokens: int
     bytes: int  # of [held, usable), states included
     page_tokens: int
-    queue_s: float = 0.0  # until the tier's bandwidth is free
+    queue_s: float = 0.0  # until the tier has said what it has, and its bandwidth is free
     patience_s: float = math.inf  # the request computes what has not come by then
 
 

@@ -11,6 +11,9 @@ object (``pack_numbers``), and each is answered by a status first:
     LOAD, STORE  for registered memory, which hicached writes to and reads by itself: after the sizes come the offset of
          each object in the region (``pack_numbers``) and a BULK_REGION; an outcome for each object is all of the answer
 
+Where the number of bytes of a key has BULK_TRACED in it, a BULK_CALLER comes between the BULK_REQUEST and the keys: the
+span that the call is within. It is sent only to a hicached that has said that it makes spans (Welcome).
+
 A status is one byte. After BULK_REFUSED come the length of a reason (BULK_REASON) and the reason, ``CODE: text``; then
 the daemon closes. A connection that has not been used up to the end of an answer is of no use any more.
 """
@@ -36,6 +39,8 @@ BULK_ACCEPTED = b"\0"
 BULK_REFUSED = b"\1"
 BULK_REASON = struct.Struct("<H")  # bytes of the reason that follows
 BULK_REQUEST = struct.Struct("<HHII")  # BulkKind, bytes of a key, number of keys, time for the call in ms
+BULK_TRACED = 0x8000
+BULK_CALLER = struct.Struct("<16s8sB")  # W3C trace context: trace id, span id, flags
 BULK_OBJECT = struct.Struct("<IB")  # position in the request, outcome
 BULK_CHECKSUM = struct.Struct("<Q")  # xxh3_64 bound to the object key without the tenant (hicache/checksum.py)
 BULK_REGION = struct.Struct("<Q")  # id of the region that the offsets are in
@@ -49,6 +54,11 @@ class BulkKind(IntEnum):
     PUT = 0xB1D7
     LOAD = 0xB1E3  # backend -> registered memory
     STORE = 0xB1F5  # registered memory -> backend
+
+
+def pack_request(kind: BulkKind, key_bytes: int, key_count: int, *, timeout_ms: int, caller: bytes) -> bytes:
+    """What a request begins with. ``caller`` is a BULK_CALLER or empty."""
+    return BULK_REQUEST.pack(kind, key_bytes | BULK_TRACED if caller else key_bytes, key_count, timeout_ms) + caller
 
 
 def pack_numbers(numbers: Sequence[int]) -> bytes:

@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bhicache/wire/hicached.proto\x12\x0bhicached.v1\"=\n\x0eSessionRequest\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.hicached.v1.HelloH\x00\x42\x06\n\x04kind\"\xc0\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x18\n\x10namespace_digest\x18\x03 \x01(\x0c\x12\x1c\n\x14namespace_descriptor\x18\x04 \x01(\x0c\x12\x13\n\x0b\x63lient_name\x18\x05 \x01(\t\x12\x12\n\ndeployment\x18\x06 \x01(\t\x12\x18\n\x10salt_fingerprint\x18\x07 \x01(\x0c\x12\x13\n\x0bpeer_ticket\x18\x08 \x01(\x0c\"?\n\x0cSessionEvent\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.hicached.v1.WelcomeH\x00\x42\x06\n\x04kind\"\xee\x01\n\x07Welcome\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x16\n\x0esession_secret\x18\x02 \x01(\x0c\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x15\n\rmemory_socket\x18\x04 \x01(\t\x12#\n\x06limits\x18\x05 \x01(\x0b\x32\x13.hicached.v1.Limits\x12\x10\n\x08store_id\x18\x06 \x01(\x0c\x12\x19\n\x11namespace_differs\x18\x07 \x03(\t\x12\x16\n\x0e\x64\x61\x65mon_version\x18\x08 \x01(\t\x12\x13\n\x0b\x62ulk_socket\x18\t \x01(\t\x12\x11\n\tbulk_port\x18\n \x01(\r\"\x86\x01\n\x06Limits\x12\x18\n\x10object_bytes_max\x18\x01 \x01(\x04\x12\x16\n\x0e\x62\x61tch_keys_max\x18\x02 \x01(\r\x12\x17\n\x0f\x62\x61tch_bytes_max\x18\x03 \x01(\x04\x12\x14\n\x0clease_ms_max\x18\x05 \x01(\r\x12\x15\n\rkey_bytes_max\x18\x06 \x01(\rJ\x04\x08\x04\x10\x05\"Z\n\rLookupRequest\x12\x16\n\x0esession_secret\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x11\n\tkey_bytes\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\"1\n\x0bLookupReply\x12\x10\n\x08outcomes\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\"!\n\rOutcomesReply\x12\x10\n\x08outcomes\x18\x01 \x01(\x0c\"F\n\x0bKeysRequest\x12\x16\n\x0esession_secret\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x11\n\tkey_bytes\x18\x03 \x01(\r\"J\n\x0cLeaseRequest\x12\x16\n\x0esession_secret\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\"\x1a\n\nLeaseReply\x12\x0c\n\x04held\x18\x01 \x01(\x08\"U\n\nPinRequest\x12\x16\n\x0esession_secret\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x11\n\tkey_bytes\x18\x03 \x01(\r\x12\x0e\n\x06pin_ms\x18\x04 \x01(\x04\"8\n\x0cWatchRequest\x12\x16\n\x0esession_secret\x18\x01 \x01(\x0c\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\"\xc8\x02\n\x0bWatchEvents\x12+\n\x04kind\x18\x01 \x01(\x0e\x32\x1d.hicached.v1.WatchEvents.Kind\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x11\n\tkey_bytes\x18\x03 \x01(\r\x12\x31\n\x07removal\x18\x04 \x01(\x0e\x32 .hicached.v1.WatchEvents.Removal\x12\x0c\n\x04lost\x18\x05 \x01(\x04\x12\x10\n\x08sequence\x18\x06 \x01(\x04\"O\n\x04Kind\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0b\n\x07PRESENT\x10\x01\x12\n\n\x06SYNCED\x10\x02\x12\n\n\x06STORED\x10\x03\x12\x0b\n\x07REMOVED\x10\x04\x12\x08\n\x04LOST\x10\x05\"G\n\x07Removal\x12\x08\n\x04NONE\x10\x00\x12\x0b\n\x07\x45VICTED\x10\x01\x12\x0b\n\x07\x45XPIRED\x10\x02\x12\x0b\n\x07\x44\x45LETED\x10\x03\x12\x0b\n\x07\x43ORRUPT\x10\x04\"&\n\x0cStatsRequest\x12\x16\n\x0esession_secret\x18\x01 \x01(\x0c\"\x9f\x01\n\nStatsReply\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x01 \x01(\x04\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07objects\x18\x03 \x01(\x04\x12\x19\n\x11tenant_used_bytes\x18\x04 \x01(\x04\x12\x16\n\x0etenant_objects\x18\x05 \x01(\x04\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x10\n\x08sessions\x18\x07 \x01(\r\"D\n\x08TierFill\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\"M\n\rReportRequest\x12\x16\n\x0esession_secret\x18\x01 \x01(\x0c\x12$\n\x05tiers\x18\x02 \x03(\x0b\x32\x15.hicached.v1.TierFill\"\r\n\x0bReportReply2\x87\x04\n\x08HiCached\x12\x45\n\x07Session\x12\x1b.hicached.v1.SessionRequest\x1a\x19.hicached.v1.SessionEvent(\x01\x30\x01\x12>\n\x06Lookup\x12\x1a.hicached.v1.LookupRequest\x1a\x18.hicached.v1.LookupReply\x12>\n\x06\x44\x65lete\x12\x18.hicached.v1.KeysRequest\x1a\x1a.hicached.v1.OutcomesReply\x12;\n\x05Lease\x12\x19.hicached.v1.LeaseRequest\x1a\x17.hicached.v1.LeaseReply\x12:\n\x03Pin\x12\x17.hicached.v1.PinRequest\x1a\x1a.hicached.v1.OutcomesReply\x12>\n\x05Watch\x12\x19.hicached.v1.WatchRequest\x1a\x18.hicached.v1.WatchEvents0\x01\x12;\n\x05Stats\x12\x19.hicached.v1.StatsRequest\x1a\x17.hicached.v1.StatsReply\x12>\n\x06Report\x12\x1a.hicached.v1.ReportRequest\x1a\x18.hicached.v1.ReportReplyb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x1bhicache/wire/hicached.proto\x12\x0bhicached.v1\"=\n\x0eSessionRequest\x12#\n\x05hello\x18\x01 \x01(\x0b\x32\x12.hicached.v1.HelloH\x00\x42\x06\n\x04kind\"\xc0\x01\n\x05Hello\x12\x18\n\x10protocol_version\x18\x01 \x01(\r\x12\r\n\x05token\x18\x02 \x01(\t\x12\x18\n\x10namespace_digest\x18\x03 \x01(\x0c\x12\x1c\n\x14namespace_descriptor\x18\x04 \x01(\x0c\x12\x13\n\x0b\x63lient_name\x18\x05 \x01(\t\x12\x12\n\ndeployment\x18\x06 \x01(\t\x12\x18\n\x10salt_fingerprint\x18\x07 \x01(\x0c\x12\x13\n\x0bpeer_ticket\x18\x08 \x01(\x0c\"?\n\x0cSessionEvent\x12\'\n\x07welcome\x18\x01 \x01(\x0b\x32\x14.hicached.v1.WelcomeH\x00\x42\x06\n\x04kind\"\x83\x02\n\x07Welcome\x12\x12\n\nsession_id\x18\x01 \x01(\x04\x12\x16\n\x0esession_secret\x18\x02 \x01(\x0c\x12\x0e\n\x06tenant\x18\x03 \x01(\t\x12\x15\n\rmemory_socket\x18\x04 \x01(\t\x12#\n\x06limits\x18\x05 \x01(\x0b\x32\x13.hicached.v1.Limits\x12\x10\n\x08store_id\x18\x06 \x01(\x0c\x12\x19\n\x11namespace_differs\x18\x07 \x03(\t\x12\x16\n\x0e\x64\x61\x65mon_version\x18\x08 \x01(\t\x12\x13\n\x0b\x62ulk_socket\x18\t \x01(\t\x12\x11\n\tbulk_port\x18\n \x01(\r\x12\x13\n\x0b\x62ulk_traces\x18\x0b \x01(\x08\"\x86\x01\n\x06Limits\x12\x18\n\x10object_bytes_max\x18\x01 \x01(\x04\x12\x16\n\x0e\x62\x61tch_keys_max\x18\x02 \x01(\r\x12\x17\n\x0f\x62\x61tch_bytes_max\x18\x03 \x01(\x04\x12\x14\n\x0clease_ms_max\x18\x05 \x01(\r\x12\x15\n\rkey_bytes_max\x18\x06 \x01(\rJ\x04\x08\x04\x10\x05\"Z\n\rLookupRequest\x12\x16\n\x0esession_secret\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x11\n\tkey_bytes\x18\x03 \x01(\r\x12\x10\n\x08lease_ms\x18\x04 \x01(\r\"1\n\x0bLookupReply\x12\x10\n\x08outcomes\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\"!\n\rOutcomesReply\x12\x10\n\x08outcomes\x18\x01 \x01(\x0c\"F\n\x0bKeysRequest\x12\x16\n\x0esession_secret\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x11\n\tkey_bytes\x18\x03 \x01(\r\"J\n\x0cLeaseRequest\x12\x16\n\x0esession_secret\x18\x01 \x01(\x0c\x12\x10\n\x08lease_id\x18\x02 \x01(\x04\x12\x10\n\x08lease_ms\x18\x03 \x01(\r\"\x1a\n\nLeaseReply\x12\x0c\n\x04held\x18\x01 \x01(\x08\"U\n\nPinRequest\x12\x16\n\x0esession_secret\x18\x01 \x01(\x0c\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x11\n\tkey_bytes\x18\x03 \x01(\r\x12\x0e\n\x06pin_ms\x18\x04 \x01(\x04\"8\n\x0cWatchRequest\x12\x16\n\x0esession_secret\x18\x01 \x01(\x0c\x12\x10\n\x08snapshot\x18\x02 \x01(\x08\"\xc8\x02\n\x0bWatchEvents\x12+\n\x04kind\x18\x01 \x01(\x0e\x32\x1d.hicached.v1.WatchEvents.Kind\x12\x0c\n\x04keys\x18\x02 \x01(\x0c\x12\x11\n\tkey_bytes\x18\x03 \x01(\r\x12\x31\n\x07removal\x18\x04 \x01(\x0e\x32 .hicached.v1.WatchEvents.Removal\x12\x0c\n\x04lost\x18\x05 \x01(\x04\x12\x10\n\x08sequence\x18\x06 \x01(\x04\"O\n\x04Kind\x12\x0b\n\x07UNKNOWN\x10\x00\x12\x0b\n\x07PRESENT\x10\x01\x12\n\n\x06SYNCED\x10\x02\x12\n\n\x06STORED\x10\x03\x12\x0b\n\x07REMOVED\x10\x04\x12\x08\n\x04LOST\x10\x05\"G\n\x07Removal\x12\x08\n\x04NONE\x10\x00\x12\x0b\n\x07\x45VICTED\x10\x01\x12\x0b\n\x07\x45XPIRED\x10\x02\x12\x0b\n\x07\x44\x45LETED\x10\x03\x12\x0b\n\x07\x43ORRUPT\x10\x04\"&\n\x0cStatsRequest\x12\x16\n\x0esession_secret\x18\x01 \x01(\x0c\"\x9f\x01\n\nStatsReply\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x01 \x01(\x04\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x0f\n\x07objects\x18\x03 \x01(\x04\x12\x19\n\x11tenant_used_bytes\x18\x04 \x01(\x04\x12\x16\n\x0etenant_objects\x18\x05 \x01(\x04\x12\x0f\n\x07\x62\x61\x63kend\x18\x06 \x01(\t\x12\x10\n\x08sessions\x18\x07 \x01(\r\"D\n\x08TierFill\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nused_bytes\x18\x02 \x01(\x04\x12\x16\n\x0e\x63\x61pacity_bytes\x18\x03 \x01(\x04\"M\n\rReportRequest\x12\x16\n\x0esession_secret\x18\x01 \x01(\x0c\x12$\n\x05tiers\x18\x02 \x03(\x0b\x32\x15.hicached.v1.TierFill\"\r\n\x0bReportReply2\x87\x04\n\x08HiCached\x12\x45\n\x07Session\x12\x1b.hicached.v1.SessionRequest\x1a\x19.hicached.v1.SessionEvent(\x01\x30\x01\x12>\n\x06Lookup\x12\x1a.hicached.v1.LookupRequest\x1a\x18.hicached.v1.LookupReply\x12>\n\x06\x44\x65lete\x12\x18.hicached.v1.KeysRequest\x1a\x1a.hicached.v1.OutcomesReply\x12;\n\x05Lease\x12\x19.hicached.v1.LeaseRequest\x1a\x17.hicached.v1.LeaseReply\x12:\n\x03Pin\x12\x17.hicached.v1.PinRequest\x1a\x1a.hicached.v1.OutcomesReply\x12>\n\x05Watch\x12\x19.hicached.v1.WatchRequest\x1a\x18.hicached.v1.WatchEvents0\x01\x12;\n\x05Stats\x12\x19.hicached.v1.StatsRequest\x1a\x17.hicached.v1.StatsReply\x12>\n\x06Report\x12\x1a.hicached.v1.ReportRequest\x1a\x18.hicached.v1.ReportReplyb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,41 +38,41 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SESSIONEVENT']._serialized_start=302
   _globals['_SESSIONEVENT']._serialized_end=365
   _globals['_WELCOME']._serialized_start=368
-  _globals['_WELCOME']._serialized_end=606
-  _globals['_LIMITS']._serialized_start=609
-  _globals['_LIMITS']._serialized_end=743
-  _globals['_LOOKUPREQUEST']._serialized_start=745
-  _globals['_LOOKUPREQUEST']._serialized_end=835
-  _globals['_LOOKUPREPLY']._serialized_start=837
-  _globals['_LOOKUPREPLY']._serialized_end=886
-  _globals['_OUTCOMESREPLY']._serialized_start=888
-  _globals['_OUTCOMESREPLY']._serialized_end=921
-  _globals['_KEYSREQUEST']._serialized_start=923
-  _globals['_KEYSREQUEST']._serialized_end=993
-  _globals['_LEASEREQUEST']._serialized_start=995
-  _globals['_LEASEREQUEST']._serialized_end=1069
-  _globals['_LEASEREPLY']._serialized_start=1071
-  _globals['_LEASEREPLY']._serialized_end=1097
-  _globals['_PINREQUEST']._serialized_start=1099
-  _globals['_PINREQUEST']._serialized_end=1184
-  _globals['_WATCHREQUEST']._serialized_start=1186
-  _globals['_WATCHREQUEST']._serialized_end=1242
-  _globals['_WATCHEVENTS']._serialized_start=1245
-  _globals['_WATCHEVENTS']._serialized_end=1573
-  _globals['_WATCHEVENTS_KIND']._serialized_start=1421
-  _globals['_WATCHEVENTS_KIND']._serialized_end=1500
-  _globals['_WATCHEVENTS_REMOVAL']._serialized_start=1502
-  _globals['_WATCHEVENTS_REMOVAL']._serialized_end=1573
-  _globals['_STATSREQUEST']._serialized_start=1575
-  _globals['_STATSREQUEST']._serialized_end=1613
-  _globals['_STATSREPLY']._serialized_start=1616
-  _globals['_STATSREPLY']._serialized_end=1775
-  _globals['_TIERFILL']._serialized_start=1777
-  _globals['_TIERFILL']._serialized_end=1845
-  _globals['_REPORTREQUEST']._serialized_start=1847
-  _globals['_REPORTREQUEST']._serialized_end=1924
-  _globals['_REPORTREPLY']._serialized_start=1926
-  _globals['_REPORTREPLY']._serialized_end=1939
-  _globals['_HICACHED']._serialized_start=1942
-  _globals['_HICACHED']._serialized_end=2461
+  _globals['_WELCOME']._serialized_end=627
+  _globals['_LIMITS']._serialized_start=630
+  _globals['_LIMITS']._serialized_end=764
+  _globals['_LOOKUPREQUEST']._serialized_start=766
+  _globals['_LOOKUPREQUEST']._serialized_end=856
+  _globals['_LOOKUPREPLY']._serialized_start=858
+  _globals['_LOOKUPREPLY']._serialized_end=907
+  _globals['_OUTCOMESREPLY']._serialized_start=909
+  _globals['_OUTCOMESREPLY']._serialized_end=942
+  _globals['_KEYSREQUEST']._serialized_start=944
+  _globals['_KEYSREQUEST']._serialized_end=1014
+  _globals['_LEASEREQUEST']._serialized_start=1016
+  _globals['_LEASEREQUEST']._serialized_end=1090
+  _globals['_LEASEREPLY']._serialized_start=1092
+  _globals['_LEASEREPLY']._serialized_end=1118
+  _globals['_PINREQUEST']._serialized_start=1120
+  _globals['_PINREQUEST']._serialized_end=1205
+  _globals['_WATCHREQUEST']._serialized_start=1207
+  _globals['_WATCHREQUEST']._serialized_end=1263
+  _globals['_WATCHEVENTS']._serialized_start=1266
+  _globals['_WATCHEVENTS']._serialized_end=1594
+  _globals['_WATCHEVENTS_KIND']._serialized_start=1442
+  _globals['_WATCHEVENTS_KIND']._serialized_end=1521
+  _globals['_WATCHEVENTS_REMOVAL']._serialized_start=1523
+  _globals['_WATCHEVENTS_REMOVAL']._serialized_end=1594
+  _globals['_STATSREQUEST']._serialized_start=1596
+  _globals['_STATSREQUEST']._serialized_end=1634
+  _globals['_STATSREPLY']._serialized_start=1637
+  _globals['_STATSREPLY']._serialized_end=1796
+  _globals['_TIERFILL']._serialized_start=1798
+  _globals['_TIERFILL']._serialized_end=1866
+  _globals['_REPORTREQUEST']._serialized_start=1868
+  _globals['_REPORTREQUEST']._serialized_end=1945
+  _globals['_REPORTREPLY']._serialized_start=1947
+  _globals['_REPORTREPLY']._serialized_end=1960
+  _globals['_HICACHED']._serialized_start=1963
+  _globals['_HICACHED']._serialized_end=2482
 # @@protoc_insertion_point(module_scope)

@@ -135,6 +135,7 @@ class Welcome(_message.Message):
     DAEMON_VERSION_FIELD_NUMBER: _builtins.int
     BULK_SOCKET_FIELD_NUMBER: _builtins.int
     BULK_PORT_FIELD_NUMBER: _builtins.int
+    BULK_TRACES_FIELD_NUMBER: _builtins.int
     session_id: _builtins.int
     session_secret: _builtins.bytes
     """authenticates the calls of this session; 32 bytes"""
@@ -148,6 +149,8 @@ class Welcome(_message.Message):
     """over a Unix socket: the path of the bulk socket (hicache/wire/bulk.py)"""
     bulk_port: _builtins.int
     """over TCP: its port, on the same host"""
+    bulk_traces: _builtins.bool
+    """hicached makes spans: requests on the bulk socket may say within which (BULK_TRACED)"""
     @_builtins.property
     def limits(self) -> Global___Limits: ...
     @_builtins.property
@@ -167,10 +170,11 @@ class Welcome(_message.Message):
         daemon_version: _builtins.str = ...,
         bulk_socket: _builtins.str = ...,
         bulk_port: _builtins.int = ...,
+        bulk_traces: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["limits", b"limits"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk_port", b"bulk_port", "bulk_socket", b"bulk_socket", "daemon_version", b"daemon_version", "limits", b"limits", "memory_socket", b"memory_socket", "namespace_differs", b"namespace_differs", "session_id", b"session_id", "session_secret", b"session_secret", "store_id", b"store_id", "tenant", b"tenant"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["bulk_port", b"bulk_port", "bulk_socket", b"bulk_socket", "bulk_traces", b"bulk_traces", "daemon_version", b"daemon_version", "limits", b"limits", "memory_socket", b"memory_socket", "namespace_differs", b"namespace_differs", "session_id", b"session_id", "session_secret", b"session_secret", "store_id", b"store_id", "tenant", b"tenant"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

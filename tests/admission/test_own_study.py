@@ -16,6 +16,7 @@ from bench.admission.bounds import belady
 from bench.admission.generator import agent_sessions
 from bench.admission.study import SOURCES, in_pages, main, of_file
 from bench.admission.study_cells import BELADY, BOUND, CEILING, Cell, KeptRows, Row, Source, fill
+from bench.admission.study_duel import duel
 from bench.admission.study_limit import auc, limits, record
 from bench.admission.study_residency import residency
 from bench.admission.study_tables import OURS, SECOND_TOUCH, every_policy, filled_in, summary
@@ -81,6 +82,17 @@ def test_auc() -> None:
 
     assert auc(np.array([1.0, 2, 3, 4]), np.array([False, False, True, True])) == 1
     assert auc(np.array([1.0, 1, 1, 1]), np.array([False, False, True, True])) == 0.5
+
+
+def test_a_duel_tells_what_is_ahead_from_what_is_luck() -> None:
+    trace = part(synthetic_trace(), 1200)
+    clear = duel(trace, 20_000, "lru", SECOND_TOUCH)
+    assert clear.ahead_share > 3 * clear.deviation
+    assert clear.behind_chance < 0.01
+    same = duel(trace, 1000, "lru", "lru", warm_share=0.5)
+    assert (same.ahead_share, same.deviation, same.behind_chance, same.differing) == (0, 0, 0, 0)
+    assert same.requests == 600
+    assert duel(trace, 1000, SECOND_TOUCH, "lru").ahead_share == -duel(trace, 1000, "lru", SECOND_TOUCH).ahead_share
 
 
 def test_longer_pages_find_the_same_prefixes_but_for_what_is_not_whole() -> None:
@@ -177,6 +189,10 @@ def test_the_tables_tell_regret_as_an_interval_and_leave_out_what_was_not_run() 
     rows = [row(OURS, 0.3), row("lru", 0.2), row(SECOND_TOUCH, 0.1), row(BELADY, 0.4), row(CEILING, 0.6)]
     assert summary(rows).splitlines()[2:] == [
         "| some, 0.5 M | 0.300 | 0.200 (lru) | 0.200 | 0.100 | 0.400 to 0.600 | 0.75 | 25 to 50 % | 150 % |"
+    ]
+    unfinished = [row(OURS, 0.3), row("lru", 0.2), row(CEILING, 0.6)]
+    assert summary(unfinished).splitlines()[2:] == [
+        "| some, 0.5 M | 0.300 | 0.200 (lru) | 0.200 |  | at most 0.600 |  | at most 50 % | 150 % |"
     ]
     assert "0.400 to 0.500" in summary([*rows, row(BOUND, 0.5)]), "the program bounds closer than the ceiling"
     assert "| lru | 0.200, 50 to 67 %, 100 % |" in every_policy(rows)

@@ -13,7 +13,7 @@ from hicache.backends.lmdb_store import LmdbBackend
 if TYPE_CHECKING:
     from tests.backends.store_rig import Rig
 
-pytest.register_assert_rewrite("tests.backends.contract", "tests.backends.limits_rig")
+pytest.register_assert_rewrite("tests.backends.contract", "tests.backends.contract_full", "tests.backends.limits_rig")
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ from hicache.backends.file_settings import FileSettings
 from hicache.backends.file_shared import SharedFileBackend
 from hicache.backends.file_store import FileBackend
 from hicache.outcome import Outcome
-from tests.backends.contract import BackendContract, Opener
+from tests.backends.contract import BackendContract
+from tests.backends.contract_full import Opener
 from tests.backends.payloads import get, key, payload, put, scanned
 
 MIB = 1 << 20

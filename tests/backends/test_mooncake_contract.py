@@ -13,7 +13,8 @@ from hicache.backends.mooncake_layout import object_name
 from hicache.errors import BackendError
 from hicache.outcome import Outcome
 from tests.backends import contract
-from tests.backends.contract import BackendContract, Opener
+from tests.backends.contract import BackendContract
+from tests.backends.contract_full import Opener
 from tests.backends.mooncake_cluster import MIB, MooncakeCluster, require_wheel
 from tests.backends.payloads import get, key, put, scanned
 

@@ -20,8 +20,9 @@ def test_nothing_is_evicted_up_to_the_high_watermark(rig: Rig) -> None:
 
 def test_at_objects_max_the_least_recently_used_go_also_when_there_is_space(rig: Rig) -> None:
     fill(rig, 20)
+    rig.files.touch([(key(number), 1000.0 + number) for number in range(20)])  # a file's own time moves in ticks
     rig.store.close()
-    rig.clock.now_s = 4_000_000_000.0  # later than the times that the files have
+    rig.clock.now_s = 2000.0
     rig.open(objects_max=10)
     assert rig.present(*range(20)) == list(range(20)), "a lower bound costs nothing until something is stored"
     assert rig.put(20) == [Outcome.OK]

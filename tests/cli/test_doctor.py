@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import stat
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from hicache.cli.doctor_checks import CHECKS, Check, Level
+from bench.certificates import Authority
+from hicache.cli.doctor_checks import CHECKS, DAY_S, Check, Level
 from hicache.cli.doctor_readings import UNLIMITED, Disk, Machine, read_machine
 from tests.cli.conftest import run
 from tests.daemon.conftest import ThreadedDaemon
@@ -44,6 +46,7 @@ GOOD = Machine(
     libraries={"lmdb": "1.6"},
     daemon_version="0.1.0",
     sockets={"/run/s": SOCKET},
+    certificates_left_s={"/etc/server.pem": 90 * DAY_S},
 )
 
 BAD: list[tuple[str, Level, Mapping[str, Any], str]] = [
@@ -71,6 +74,9 @@ BAD: list[tuple[str, Level, Mapping[str, Any], str]] = [
     ("hicached", Level.BAD, {"daemon_version": "0.0.9"}, "restart hicached after an upgrade"),
     ("socket", Level.BAD, {"sockets": {"/run/s": stat.S_IFSOCK | 0o666}}, "socket_mode"),
     ("socket", Level.BAD, {"sockets": {"/run/s": stat.S_IFREG | 0o600}}, "remove it"),
+    ("certificate", Level.HINT, {"certificates_left_s": {"/etc/server.pem": 13 * DAY_S}}, "mv"),
+    ("certificate", Level.BAD, {"certificates_left_s": {"/etc/server.pem": -1.0}}, "mv"),
+    ("certificate", Level.BAD, {"certificates_left_s": {"/etc/server.pem": None}}, "readable PEM"),
 ]
 
 
@@ -113,12 +119,32 @@ def test_mooncake_has_no_disk() -> None:
 def test_the_exit_code_is_1_where_something_is_bad(
     changes: Mapping[str, Any], code: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["hicache.cli.doctor"], "read_machine", lambda **_: replace(GOOD, **changes))
+    module = import_module("hicache.cli.doctor")  # which commands are loaded depends on what ran before
+    monkeypatch.setattr(module, "read_machine", lambda **_: replace(GOOD, **changes))
     ran = run("doctor", "--json", "-")
     assert (ran.code, ran.json["is_good"]) == (code, code == 0)
     assert len(ran.json["findings"]) == len(findings(GOOD))
     text = run("doctor")
     assert (text.code, f"{code} bad" in text.out) == (code, True)
+
+
+def test_the_certificates_of_the_configuration_are_read(folder: Path, admin: str) -> None:
+    ca = Authority(folder)
+    server = ca.issue("server", ends=timedelta(days=7))
+    config = folder / "hicached.toml"
+    config.write_text(
+        f'socket = "{folder}/s.sock"\npath = "{folder}/store"\ntenants_file = "{folder}/t"\nlisten = "127.0.0.1:0"\n'
+        f'tls_certificate = "{server}"\ntls_key = "{server}"\ntls_client_ca = "{ca.file}"\n'
+    )
+
+    def left_days() -> dict[str, int | None]:
+        machine = read_machine(config_file=str(config), path=None, admin=admin, token="", measures_disk=False)
+        return {Path(k).name: None if s is None else round(s / DAY_S) for k, s in machine.certificates_left_s.items()}
+
+    assert left_days() == {"server.pem": 7, "ca.pem": 1}
+    ca.issue("server", ends=timedelta(days=90))
+    ca.file.write_bytes(b"no certificate")
+    assert left_days() == {"server.pem": 90, "ca.pem": None}
 
 
 def test_this_machine_is_read(start_thread: Callable[..., ThreadedDaemon], folder: Path, admin: str) -> None:

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 
 from hicache.admin.client import Admin
-from hicache.admin.store_messages import VerifyRequest
+from hicache.admin.store_messages import VerifyRequest, check_verify_rate
 from hicache.admin.verbs import VERIFY
 from hicache.backends.store_stats import Operation
+from hicache.errors import ConfigError
 from hicache.outcome import Outcome
 from tests.backends.payloads import payload
 from tests.cli.conftest import Ran, model, run, store
@@ -122,6 +123,28 @@ def test_a_verify_that_nobody_reads_any_more_ends(daemon: ThreadedDaemon, admin:
     wait_until(lambda: run("verify", "--admin", admin, "--rate", "10GiB").code == 0, what="the other one has ended")
 
 
+def test_a_verify_that_would_not_end_is_refused_with_how_long_it_would_take() -> None:
+    """The same wherever it runs: a terabyte within 30 days."""
+    check_verify_rate(1 << 16, payload_bytes=10**11)
+    slowest = -(-(10**12) // (30 * 86_400))
+    check_verify_rate(slowest, payload_bytes=10**12)
+    for too_slow in (0, 1, slowest - 1):
+        with pytest.raises(ConfigError, match=f"at least {slowest} bytes a second: 1000000000000 bytes are stored"):
+            check_verify_rate(too_slow, payload_bytes=10**12)
+    with pytest.raises(ConfigError, match=r"would take 116 days, and 30 are the most"):
+        check_verify_rate(100_000, payload_bytes=10**12)
+
+
+def test_without_a_daemon_a_rate_has_the_same_limits(start_thread: Callable[..., ThreadedDaemon], folder: Path) -> None:
+    daemon = start_thread()
+    with Client(daemon.target) as client:
+        store(client, range(5))
+    daemon.stop()
+    for rate in ("1", "0", "2TiB"):
+        ran = run("verify", "--path", folder / "store", "--rate", rate)
+        assert (ran.code, f"rate = {2 << 40 if rate == '2TiB' else rate}: expected" in ran.err) == (2, True), ran
+
+
 @pytest.mark.parametrize("backend", ["lmdb", "file"])
 def test_a_directory_is_verified_when_no_daemon_has_it(
     backend: str, start_thread: Callable[..., ThreadedDaemon], folder: Path
@@ -165,7 +188,8 @@ def test_a_directory_that_a_daemon_would_start_empty_is_left_alone(
     ("arguments", "code", "says"),
     [
         (["--rate", "fast"], 2, "rate = 'fast'"),
-        (["--rate", "1"], 2, "bytes_per_s = 1: expected 65536"),
+        (["--rate", "1"], 2, "rate = 1: expected at least 65536 bytes a second"),
+        (["--rate", "2TiB"], 2, "expected at most 1099511627776 bytes a second"),
         (["--namespace", "xyz"], 2, "namespace = 'xyz': expected the first 8"),
         (["--after", "no-key"], 2, "after = 'no-key'"),
         (["--path", "/nowhere"], 2, "path = '/nowhere': expected the directory of a store"),

@@ -8,63 +8,11 @@ from typing import Any
 import pytest
 
 from hicache.connectors.vllm_pages import Geometry
-from hicache.connectors.vllm_scheduler import Identity, SchedulerSide, StepPlan
+from hicache.connectors.vllm_scheduler import Identity
 from hicache.connectors.vllm_spec import BlockGroup
 from hicache.errors import UsageError
 from hicache.samples import METRICS
-from tests.connectors.vllm_fakes import FakeCache, Request
-
-PAGE = 8
-DENSE = (BlockGroup(0, 0, 1, is_state=False),)
-HYBRID = (BlockGroup(0, 0, 1, is_state=True), BlockGroup(1, 0, 1, is_state=False))
-
-
-class World:
-    """One scheduler, its requests, and the blocks that they have."""
-
-    def __init__(self, groups: Sequence[BlockGroup] = DENSE, *, hash_tokens: int = PAGE, **options: Any) -> None:
-        states = [index for index, group in enumerate(groups) if group.is_state]
-        self.cache = FakeCache(PAGE, groups=len(groups), states=states)
-        geometry = Geometry(tuple(groups), page_tokens=PAGE, hash_tokens=hash_tokens)
-        options.setdefault("identity_of", lambda request: Identity())
-        self.side = SchedulerSide(self.cache, geometry, **options)
-        self.hash_tokens = hash_tokens
-        self.blocks: dict[str, tuple[list[int], ...]] = {}
-
-    def request(self, name: str, tokens: Sequence[int], **fields: Any) -> Request:
-        request = Request(name, list(tokens), self.hash_tokens, **fields)
-        self.side.opened(request, 0)
-        return request
-
-    def plan(self, scheduled: dict[str, int] | None = None, **states: Any) -> StepPlan:
-        return self.side.plan(scheduled or {}, self.blocks.get, states, ())
-
-    def compute(self, request: Request, tokens: int, *, first_block: int = 10, states: Sequence[Any] = ()) -> StepPlan:
-        """One step of a request whose blocks are numbered on from ``first_block``."""
-        count = -(-(request.num_computed_tokens + tokens) // PAGE)
-        ids = list(range(first_block, first_block + count))
-        self.blocks[request.request_id] = ([0] * (count - 1) + ids[-1:], ids) if len(self.groups) > 1 else (ids,)
-        plan = self.plan({request.request_id: tokens}, **({request.request_id: states} if states else {}))
-        request.num_computed_tokens += tokens
-        return plan
-
-    @property
-    def groups(self) -> tuple[BlockGroup, ...]:
-        return self.side._geometry.groups
-
-    def logged(self, kind: str) -> list[tuple[Any, ...]]:
-        return [entry[1:] for entry in self.cache.log if entry[0] == kind]
-
-
-def saved_pages(world: World, group: int = 0) -> list[int]:
-    return [page for _, slots in world.logged("save") for page in slots.get(group, {})]
-
-
-def computed(world: World, tokens: Sequence[int], name: str = "a") -> None:
-    """A request that has been computed and has ended: its pages are in the store."""
-    request = world.request(name, tokens)
-    world.compute(request, len(tokens))
-    world.side.finished(request)
+from tests.connectors.vllm_scheduler_world import HYBRID, PAGE, World, computed, saved_pages
 
 
 def test_steps_that_prefill_are_timed_and_their_times_told_with_what_they_computed() -> None:
@@ -248,49 +196,6 @@ def test_several_blocks_to_a_page_are_groups_of_their_own() -> None:
         (BlockGroup(0, 0, 2, is_state=False), BlockGroup(0, 1, 2, is_state=False)), page_tokens=PAGE, hash_tokens=4
     )
     assert geometry.attention_slots([[1, 2, 3, 4, 5]], range(3)) == {0: {0: 1, 1: 3, 2: 5}, 1: {0: 2, 1: 4}}
-
-
-def test_blocks_that_a_window_has_let_go_of_are_neither_saved_nor_loaded() -> None:
-    geometry = Geometry(DENSE, page_tokens=PAGE, hash_tokens=PAGE)
-    assert geometry.attention_slots([[0, 0, 7]], range(3)) == {0: {2: 7}}
-
-
-def test_states_are_saved_where_vllm_offers_them_and_loaded_at_the_end() -> None:
-    world = World(HYBRID)
-    request = world.request("a", range(30))
-    world.compute(request, 24, states=[(0, 99, 24)])
-    assert world.logged("save") == [(1, {1: {0: 10, 1: 11, 2: 12}, 0: {2: 99}})]
-    sibling = world.request("b", range(30))
-    assert world.side.matched(sibling, 0) == 24
-    world.side.allocated(sibling, ([0, 0, 4], [1, 2, 3]), 24)
-    world.plan()
-    assert world.logged("load")[0][3] == {1: {0: 1, 1: 2, 2: 3}, 0: {2: 4}}
-
-
-def test_a_state_within_a_page_is_not_saved() -> None:
-    world = World(HYBRID)
-    world.compute(world.request("a", range(30)), 24, states=[(0, 99, 20), (0, 98, 0)])
-    assert world.logged("save") == [(1, {1: {0: 10, 1: 11, 2: 12}})]
-
-
-def test_a_checkpoint_is_asked_for_where_siblings_diverge() -> None:
-    world = World(HYBRID)
-    world.compute(world.request("a", range(50)), 48, states=[(0, 99, 48)])
-    sibling = world.request("b", [*range(32), *range(100, 118)])
-    assert world.side.matched(sibling, 0) == 0
-    assert sibling.shared_prefix_boundary == 32
-    world.compute(sibling, 32, states=[(0, 98, 32)])
-    third = world.request("c", [*range(32), *range(200, 218)])
-    assert world.side.matched(third, 0) == 32
-    assert third.shared_prefix_boundary == 0
-
-
-def test_a_model_without_states_needs_no_checkpoint() -> None:
-    world = World()
-    computed(world, range(30))
-    request = world.request("b", range(30))
-    world.side.matched(request, 0)
-    assert request.shared_prefix_boundary == 0
 
 
 @pytest.mark.parametrize("salt", [b"x", None])

@@ -164,6 +164,7 @@ class FakeCache:
         self.ready = True
         self.steps = 0
         self.closed = False
+        self.settles = True
         self.stats = DirectoryStats((1,) * groups)
 
     def open(
@@ -231,7 +232,7 @@ class FakeCache:
 
     def settle(self, *, timeout_s: float) -> bool:
         self.log.append(("settle", timeout_s))
-        return True
+        return self.settles
 
     def close(self) -> None:
         self.closed = True

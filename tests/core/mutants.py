@@ -18,6 +18,7 @@ from typing import Protocol
 from hicache.arena import Arena
 from hicache.directory import Directory
 from hicache.entry_facts import EntryFacts
+from hicache.fetches import Fetches
 from hicache.handover import Handover
 from hicache.index import Index
 from hicache.jobbook import JobBook, _Open
@@ -28,6 +29,7 @@ from hicache.policies.eviction_queues import RandomLeaf, TwoQueues
 from hicache.policies.own import ContinuationEviction
 from hicache.prefetch import Prefetcher
 from hicache.prefix import PrefixRule
+from hicache.read_admission import ReadAdmission
 from hicache.room import Room
 from hicache.snapshots import Snapshots
 from hicache.write_ahead import WriteAhead
@@ -92,41 +94,49 @@ def mutant(name: str, function: Callable[..., object], old: str, new: str, *more
 MUTANTS = (
     mutant(
         "a page is published before all of its groups have arrived",
-        Prefetcher._publish_in_order,
+        Fetches.publish_in_order,
         "if part in prefetch.handles]",
         "if part in prefetch.arrived]",
     ),
     mutant(
         "a page is published though an object of it has failed",
-        Prefetcher._publish_page,
+        Fetches._publish_page,
         "if prefetch.arrived[part].is_ok]",
         "]",
     ),
     mutant(
         "a plan that finds no room forgets slots",
-        Prefetcher._acquire,
+        Fetches.acquire,
         "self._index.release(Tier.L2, taken_group, [handle])",
         "pass",
     ),
-    mutant("a share of L2 is not given back", Prefetcher.conclude, "self._held[group] -= 1", "pass"),
+    mutant("a share of L2 is not given back", Fetches.let_go, "self.held[group] -= 1", "pass"),
     mutant(
         "a request is not told that what it waits for has come",
-        Prefetcher._share,
+        Fetches._share,
         "other.awaited.discard(part)",
         "pass",
     ),
     mutant(
         "what was fetched for another may be evicted before it is used",
-        Prefetcher._share,
+        Fetches._share,
         "other.keeps[-1].entries.append(self._index.pin(entry))",
         "pass",
     ),
     mutant(
         "what another request failed to fetch is taken for arrived",
-        Prefetcher._share,
+        Fetches._share,
         "other.has_missed = True",
         "pass",
     ),
+    mutant(
+        "L3 is not asked for the state of what is here",
+        ReadAdmission._wants_some,
+        "for stop in hoped.stops",
+        "for stop in hoped.stops[-1:]",
+    ),
+    mutant("L3 is asked for what cannot pay", ReadAdmission._wants_some, "return any(", "return True or any("),
+    mutant("a probe is never over", Fetches._fetched, "self._admission.end_probe()", "pass"),
     mutant("what is late is not accounted for", Prefetcher.conclude, "self._drop(promised - used, reason)", "pass"),
     mutant(
         "what a copy reads is not pinned",

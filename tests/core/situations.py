@@ -57,3 +57,8 @@ def restore(world: World, live: Live) -> None:
     """What the request has asked for arrives, and is loaded."""
     world.run_all()
     world.load_whole(live)
+
+
+def resident(world: World, tier: Tier) -> set[tuple[bytes, int]]:
+    """Block key and group of what lies in a tier."""
+    return {(entry.node.key, group) for where, group, entry in world.entries() if where is tier}

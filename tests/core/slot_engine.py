@@ -160,7 +160,7 @@ def assert_nothing_leaked(engine: SlotEngine) -> None:
     directory = engine.cache._directory
     assert not engine.cache.busy_slots()
     assert directory.stats.prefetch_in_flight == 0
-    assert not any(directory._prefetcher._held)
+    assert not any(directory._prefetcher.fetches.held)
     for group, pool in enumerate(directory.index.pools[1]):
         handles = directory.index.acquire(1, group, pool.capacity)  # type: ignore[arg-type]
         assert handles is not None, "slots of L2 are held by nobody"

@@ -156,7 +156,7 @@ def budgets_are_taken_by_what_waits(world: SlotWorld) -> None:
         if life.record.prefetch is not None and not life.record.prefetch.concluded:
             for _, group in life.record.prefetch.fetched:
                 held[group] += 1
-    assert world.prefetcher._held == held
+    assert world.prefetcher.fetches.held == held
     assert not any(world.writer._storing)
     assert not world.writer._queue
     assert all(life.record.prefetch is None or life.record.prefetch.settled for life in world.alive)

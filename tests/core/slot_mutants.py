@@ -5,8 +5,8 @@
 
 from __future__ import annotations
 
+from hicache.fetches import Fetches
 from hicache.index import Index
-from hicache.prefetch import Prefetcher
 from hicache.room import Room
 from hicache.slot_directory import SlotDirectory
 from hicache.slot_loader import SlotLoader
@@ -80,7 +80,7 @@ SLOT_MUTANTS = (
     ),
     mutant(
         "what comes after the engine's own pages is not published",
-        Prefetcher._reachable_node,
+        Fetches._reachable_node,
         "if page > prefetch.own_pages and full:",
         "if page and full:",
     ),

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from hicache.spec import PagedGroup
 from tests.core.checked_eviction import EVICTIONS
+from tests.core.checked_read import declined_requests
 from tests.core.setup import Setup
 from tests.core.simulated_executor import Fault, no_fault
 from tests.core.slot_world import Life, SlotWorld
@@ -73,6 +74,7 @@ class SlotWalk:
         for stats in self.world.lives:
             reached += Counter({f"tokens.{source}": count for source, count in stats.tokens_by_source.items()})
             reached += Counter({f"dropped.{reason}": count for reason, count in stats.prefetch_dropped.items()})
+            reached += Counter({f"declined.{reason}": count for reason, count in stats.prefetch_declined.items()})
             reached += Counter(stats.skipped)
             for name, count in stats.objects.items():
                 leg, outcome = name.split(".")
@@ -192,12 +194,13 @@ def restore_what_another_engine_stored(walk: SlotWalk) -> None:
         return
     tokens = [*walk.prompt(), 0]
     world.fill_l3(tokens)
-    dropped = world.slots.stats.prefetch_dropped.total()
+    dropped = world.slots.stats.prefetch_dropped.total() + declined_requests(world.slots.stats)
     life = world.start(tokens, own=walk.own())
     world.prefetch_life(life)
     world.run_all()
     usable = world.usable(life)
-    if world.slots.stats.prefetch_dropped.total() == dropped and not world.slots.stats.ranks_lost:
+    is_cut = world.slots.stats.prefetch_dropped.total() + declined_requests(world.slots.stats) > dropped
+    if not is_cut and not world.slots.stats.ranks_lost:
         prefetch = life.record.prefetch
         if prefetch is not None and (prefetch.target_pages or life.record.restorable_pages == life.computed):
             assert usable == life.record.restorable_pages, "L3 has all of it, and it was not brought"

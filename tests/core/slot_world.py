@@ -14,10 +14,11 @@ from hicache.slot_directory import SlotDirectory, Step
 from hicache.slot_request import EngineSlot, SlotLoad, SlotRecord
 from hicache.spec import StateGroup
 from tests.core.checked_eviction import checked
+from tests.core.checked_read import CheckedRead, declines_what_cannot_pay
 from tests.core.live import PAGE
 from tests.core.simulated_executor import GARBAGE, Fault, SimulatedExecutor, no_fault
 from tests.core.slot_invariants import ALWAYS, AT_REST, usable_beyond
-from tests.core.system import CheckedRead, System
+from tests.core.system import System
 
 Parts = dict[tuple[int, int], int]  # (page, group) -> slot of the engine
 
@@ -65,7 +66,7 @@ class SlotWorld(System):
         self._evict = self.slots.index._room._evict
         self.slots.index._room._evict = self.count_lost  # type: ignore[method-assign]
         self.prefetcher, self.writer = self.slots._prefetcher, self.slots._writer
-        self.prefetcher._limits = replace(self.prefetcher._limits, job_items_max=self.job_items_max)
+        self.prefetcher.fetches.job_items_max = self.job_items_max
         self.writer._limits = replace(self.writer._limits, job_items_max=self.job_items_max)
         self._send = self.writer._send
         self.writer._send = self.check_sent  # type: ignore[method-assign]
@@ -142,7 +143,11 @@ class SlotWorld(System):
     def prefetch_life(self, life: Life) -> None:
         if life.load is None:
             self.slots.tell_time(self.now_s)
-            self.slots.prefetch(life.record, own_tokens=life.computed * PAGE)
+            record, own = life.record, life.computed
+            is_new = record.prefetch is None or record.prefetch.concluded
+            keys = record.keys[: record.restorable_pages] if is_new and not self.slots.stats.ranks_lost else []
+            with declines_what_cannot_pay(self.prefetcher, keys, own=min(own, len(keys))):
+                self.slots.prefetch(record, own_tokens=own * PAGE)
             self.executor.collect()
 
     def usable(self, life: Life) -> int:

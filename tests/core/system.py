@@ -15,40 +15,16 @@ from hicache.node import Entry, Keep, Tier
 from hicache.policies.choice import policies_of
 from hicache.policies.eviction import EvictionFactory
 from hicache.policies.eviction_choice import lru
-from hicache.policies.read import LoadFacts, ReadCosts, read_policy_of
 from hicache.policies.snapshot import SnapshotPolicy
 from hicache.policies.write import WritePolicy, WriteThrough
 from hicache.spec import CacheSpec, Group
 from hicache.stats import DirectoryStats
 from tests.core.checked_eviction import checked
+from tests.core.checked_read import CheckedRead
 from tests.core.eviction_invariants import pages_are_used_until_their_request_ends
 from tests.core.invariants import ALWAYS, AT_REST, everything_is_in_l3_if_said_so, is_unwritten
 from tests.core.live import PAGE, Live, stage_of
 from tests.core.simulated_executor import Fault, SimulatedExecutor, no_fault
-
-
-class CheckedRead:
-    """A read policy that holds what it is told, and what it answers, against what must hold of both."""
-
-    def __init__(self, choice: str, costs: ReadCosts) -> None:
-        self._policy = read_policy_of(choice, costs)
-
-    def tokens(self, facts: LoadFacts) -> int:
-        self._check(facts)
-        assert facts.bytes >= 0
-        tokens = self._policy.tokens(facts)
-        assert 0 <= tokens <= facts.usable_tokens - facts.held_tokens
-        assert tokens % PAGE == 0
-        return tokens
-
-    def patience_s(self, facts: LoadFacts) -> float:
-        self._check(facts)
-        return self._policy.patience_s(facts)
-
-    def _check(self, facts: LoadFacts) -> None:
-        assert facts.held_tokens < facts.usable_tokens <= facts.prompt_tokens
-        assert facts.queue_s >= 0
-        assert facts.patience_s >= 0
 
 
 class System:
@@ -120,7 +96,7 @@ class System:
         self._evict = self.directory.index._room._evict
         self.directory.index._room._evict = self.count_lost  # type: ignore[method-assign]
         self.prefetcher, self.writer = self.directory._prefetcher, self.directory._writer  # their budgets are checked
-        self.prefetcher._limits = replace(self.prefetcher._limits, job_items_max=self.job_items_max)
+        self.prefetcher.fetches.job_items_max = self.job_items_max
         self.writer._limits = replace(self.writer._limits, job_items_max=self.job_items_max)
         self._send = self.writer._send
         self.writer._send = self.check_sent  # type: ignore[method-assign]

@@ -72,6 +72,8 @@ REACHED = {  # by name, at least so often
     "fetch.shared.missed": 1,
     **dict.fromkeys(("read.latency", "read.gpu", "read.always", "read.never"), 2),
     "dropped.faster_computed": 10 * PAGE,
+    "declined.faster_computed": 10,
+    "declined.unmeasured": 5,
     "probes": 3,
 }
 

@@ -167,7 +167,7 @@ def test_what_is_being_fetched_for_one_request_is_awaited_by_another_and_only_th
     world = World((FULL,), l1=20, l2=20, prefetch_l2_share=0.4, job_items_max=1)
     first, second = twins_on(world, prompt(4), prompt(8))
     assert sum(len(task.job.items) for task in world.executor.waiting) == 8
-    assert world.prefetcher._held == [8]  # each page once: both fit in the share only so
+    assert world.prefetcher.fetches.held == [8]  # each page once: both fit in the share only so
     for _ in range(4):
         world.executor.run(-1)  # the pages that only the second one wants
     assert not world.directory.index.nodes

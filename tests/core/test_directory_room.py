@@ -174,7 +174,7 @@ def test_a_prefetch_that_finds_less_room_than_it_counted_on_takes_less(
     slots = tuple(7 if group == tight else 40 for group in range(2))
     world = World(MODELS[1], l1=40, l2=slots, prefetch_l2_share=1.0)
     world.fill_l3(prompt(20))
-    monkeypatch.setattr(world.prefetcher, "_budget", lambda group: 40)
+    monkeypatch.setattr(world.prefetcher.fetches, "room", lambda group: 40)
     live = world.open(prompt(20))
     world.prefetch(live)
     restore(world, live)

@@ -10,10 +10,8 @@ from functools import partial
 
 import pytest
 
-from hicache.costs.fit import OnlineFit
 from hicache.costs.measured import MeasuredCosts, tell_prefill
-from hicache.errors import ConfigError, UsageError
-from hicache.jobs import LookupJob
+from hicache.errors import ConfigError
 from hicache.outcome import Outcome
 from hicache.policies.read import (
     Always,
@@ -24,9 +22,7 @@ from hicache.policies.read import (
     ReadPolicy,
     read_policy_of,
 )
-from hicache.read_admission import FIRST_SHARE, PROBE_REST, Offer, ReadAdmission
-from tests.core.situations import loaded_pages, prompt
-from tests.core.world import FULL, PAGE, STATE, World
+from hicache.read_admission import LOOKUP, PROBE_REST, PROBE_REST_S_MAX, Offer, ReadAdmission
 
 PAGE_BYTES = 1000
 FACTS = LoadFacts(
@@ -110,74 +106,6 @@ def test_a_policy_of_ones_own_is_made_with_the_measured_costs() -> None:
     assert isinstance(policy, LatencyBreakEven)
 
 
-@pytest.mark.parametrize(("start", "end", "seconds"), [(5, 5, 1.0), (-1, 5, 1.0), (0, 5, 0.0), (0, 5, math.nan)])
-def test_a_prefill_that_cannot_be_is_refused(start: int, end: int, seconds: float) -> None:
-    with pytest.raises(UsageError):
-        tell_prefill(MeasuredCosts(), [(start, end)], seconds)
-
-
-# -- what is learnt --------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_latency_and_bandwidth_are_told_apart_through_noise_and_outliers(seed: int) -> None:
-    rng, fit = random.Random(seed), OnlineFit()
-    for number in range(60):
-        size = float(rng.choice([1, 2, 4, 8, 16, 64]) * 10_000)
-        seconds = (0.01 + size / 1e6) * rng.uniform(0.85, 1.15)
-        fit.add((size, 1.0), seconds * (20 if number % 9 == 4 else 1))
-    for size in (10_000, 100_000, 640_000):
-        found = fit.at((size, 1.0))
-        assert found is not None
-        assert abs(found / (0.01 + size / 1e6) - 1) < 0.2
-
-
-def test_depth_and_the_fixed_cost_of_prefill_are_told_apart() -> None:
-    costs = MeasuredCosts()
-    for start, end in [(0, 1000), (0, 4000), (2000, 2100), (3900, 4000), (0, 100), (1000, 3000), (0, 2000)]:
-        costs.computed(start, end, 0.005 + (end - start) * 1e-5 + (end**2 - start**2) * 1e-9)
-    saved = costs.prefill_s(0, 4000)
-    assert saved is not None
-    assert abs(saved / (0.04 + 0.016) - 1) < 0.1
-
-
-def test_without_a_sample_nothing_is_known_and_it_is_known_how_far_samples_reach() -> None:
-    fit = OnlineFit()
-    assert fit.at((10.0, 1.0)) is None
-    fit.add((10.0, 1.0), 1.0)
-    assert fit.at((40.0, 1.0)) == pytest.approx(4.0)
-    assert fit.reaches(40)
-    assert not fit.reaches(41)
-
-
-def test_loads_far_larger_than_any_are_not_known_and_such_prefills_are_doubted() -> None:
-    costs = MeasuredCosts()
-    costs.moved("L3", 1000, 1.0)
-    costs.computed(0, 100, 1.0)
-    assert costs.transfer_s("L3", 4000) == pytest.approx(4.0)
-    assert costs.transfer_s("L3", 4001) is None
-    assert costs.transfer_s("L2", 1) is None
-    assert costs.prefill_s(0, 400) == pytest.approx(4.0)
-    assert costs.prefill_s(0, 404) == pytest.approx(4.04 / 4)
-
-
-def test_times_and_sizes_of_nothing_teach_nothing() -> None:
-    fit = OnlineFit()
-    for row, seconds in [((0.0, 1.0), 1.0), ((10.0, 1.0), 0.0), ((10.0, 1.0), math.nan)]:
-        fit.add(row, seconds)
-    assert fit.at((1.0, 1.0)) is None
-
-
-def test_one_outlier_changes_little_and_a_second_one_everything() -> None:
-    fit = OnlineFit()
-    for _ in range(20):
-        fit.add((1000.0, 1.0), 1.0)
-    fit.add((1000.0, 1.0), 50.0)
-    assert fit.at((1000.0, 1.0)) == pytest.approx(1.0, rel=0.1)
-    fit.add((1000.0, 1.0), 50.0)
-    assert fit.at((1000.0, 1.0)) == pytest.approx(50.0, rel=0.1)
-
-
 # -- an engine in virtual time ---------------------------------------------------------------------------------------
 
 
@@ -192,37 +120,56 @@ class Engine:
         )
         self.rng, self.noise = random.Random(seed), noise
         self.loaded = 0
+        self.lookups = 0
+        self.lookup_s = 0.0005
         self.probe_s = 0.0
 
     def serve(self, pages: int, *, bytes_per_s: float) -> float:
         """The time that a request takes; all of a probe that it has set off ends before the next one begins."""
         started_s = self.now_s
-        offer = Offer(0, [pages], pages + 1, lambda stop: stop * PAGE_BYTES, math.inf)
-        if self.admission.worth(offer):
+        hoped = Offer(0, [pages], pages + 1, lambda stop: stop * PAGE_BYTES, math.inf, lookup_objects=pages)
+        offer = replace(hoped, lookup_objects=0)
+        is_asked = self.admission.reason_to_decline(hoped) is None
+        if is_asked:
+            self._look_up(pages)
+        if is_asked and self.admission.worth(offer):
             self.loaded += 1
             patience_s = self.admission.patience_s(offer)
             fetching = self.admission.begin(pages * PAGE_BYTES)
             load_s = self._noisy(0.001 + fetching.size_bytes / bytes_per_s)
+            fetched_s = self.now_s + load_s
             self.now_s += min(load_s, patience_s)
             if load_s > patience_s:
                 self.admission.give_up(fetching, gain_tokens=(0, pages))
                 self._compute(pages)
             taken_s = self.now_s - started_s
-            self.now_s = max(self.now_s, started_s + load_s)
+            self.now_s = max(self.now_s, fetched_s)
             self._end(fetching, pages)
             return taken_s + self._compute(2)
-        probed = self.admission.probe_pages(offer)
-        fetching = self.admission.begin(probed * PAGE_BYTES, is_probe=True) if probed else None
-        if fetching is not None:
-            self.now_s += (probe_s := self._noisy(0.001 + fetching.size_bytes / bytes_per_s))
-            self.probe_s += probe_s
-            self._end(fetching, probed)
-        probed_until_s, self.now_s = self.now_s, started_s
+        declined_s = self.now_s
+        if self.admission.begin_probe(offer if is_asked else hoped):
+            self._probe(offer, bytes_per_s)
+            self.probe_s += self.now_s - declined_s
+        probed_until_s, self.now_s = self.now_s, declined_s
         self._compute(pages)
         self._compute(2)
         taken_s = self.now_s - started_s
         self.now_s = max(self.now_s, probed_until_s)
         return taken_s
+
+    def _look_up(self, pages: int) -> None:
+        asked_s = self.now_s
+        self.lookups += 1
+        self.now_s += self._noisy(self.lookup_s)
+        self.admission.answered(pages, asked_s, {Outcome.OK})
+
+    def _probe(self, offer: Offer, bytes_per_s: float) -> None:
+        self._look_up(offer.stops[-1])
+        probed = self.admission.probe_pages(offer)
+        fetching = self.admission.begin(probed * PAGE_BYTES)
+        self.now_s += self._noisy(0.001 + fetching.size_bytes / bytes_per_s)
+        self._end(fetching, probed)
+        self.admission.end_probe()
 
     def _compute(self, pages: int) -> float:
         seconds = self._noisy(pages / 100)
@@ -261,9 +208,9 @@ def test_a_store_that_becomes_slow_is_left_soon_and_found_again_when_it_is_fast(
     tell_prefill(engine.costs, [(0, 100)], 1.0)
     for _ in range(30):
         engine.serve(100, bytes_per_s=1e6)
-    assert engine.loaded == 30
+    assert engine.loaded == 29, "all but the first"
     slow_s = sum(engine.serve(100, bytes_per_s=1e4) for _ in range(100))
-    left_after = engine.loaded - 30
+    left_after = engine.loaded - 29
     assert left_after <= 5
     assert slow_s < 100 * (1 + noise / 10) + 8, "a load that is given up costs what computing does"
     before = engine.loaded
@@ -277,120 +224,83 @@ def test_probing_takes_a_small_part_of_the_time_and_stops_where_nothing_is_ever_
     tell_prefill(engine.costs, [(0, 100)], 1.0)
     for _ in range(300):
         engine.serve(100, bytes_per_s=1e4)
-    assert 0 < engine.probe_s < 1.5 * engine.now_s / PROBE_REST
+    assert 0 < engine.probe_s < 2 * engine.now_s / PROBE_REST + 10.1, "the first one takes all, and as long as it takes"
     engine = Engine("never")
     for _ in range(50):
         engine.serve(100, bytes_per_s=1e6)
     assert engine.probe_s == 0
 
 
-def test_the_first_fetch_costs_little_however_slow_the_store_is_and_the_next_request_waits_for_none() -> None:
-    costs, now_s = MeasuredCosts(), [0.0]
+def test_no_request_waits_for_a_store_of_which_nobody_knows_how_fast_it_is() -> None:
+    engine = Engine("latency")
+    tell_prefill(engine.costs, [(0, 100)], 1.0)
+    assert engine.serve(100, bytes_per_s=1e3) == pytest.approx(1.02), "no wait at all"
+    assert (engine.loaded, engine.lookups) == (0, 1)
+    assert engine.costs.transfer_s("L3", 100 * PAGE_BYTES) == pytest.approx(100.0, rel=0.01), "all of it was fetched"
+
+
+def test_what_is_far_larger_than_all_before_is_fetched_and_not_waited_for() -> None:
+    costs = MeasuredCosts()
     tell_prefill(costs, [(0, 100)], 1.0)
-    admission = ReadAdmission(LatencyBreakEven(costs), costs, page_tokens=1, now_s=lambda: now_s[0])
+    costs.moved("L3", PAGE_BYTES, 1e-6)
+    admission = ReadAdmission(LatencyBreakEven(costs), costs, page_tokens=1, now_s=lambda: 0.0)
     offer = Offer(0, [100], 100, lambda stop: stop * PAGE_BYTES, math.inf)
     assert admission.worth(offer) == [100]
-    assert admission.patience_s(offer) == pytest.approx(costs.prefill_s(0, 100) * FIRST_SHARE)  # type: ignore[operator]
-    fetching = admission.begin(100 * PAGE_BYTES)
-    now_s[0] += 0.2
-    admission.give_up(fetching, gain_tokens=(0, 100))
+    assert admission.patience_s(offer) == 0.0
+    admission.begin(100 * PAGE_BYTES)
     assert admission.worth(offer) == [], "what is under way will tell"
-    now_s[0] += 30.0
-    admission.arrived(100 * PAGE_BYTES)
-    admission.end(fetching, {Outcome.OK})
-    assert costs.transfer_s("L3", 100 * PAGE_BYTES) == pytest.approx(30.2)
-    assert admission.worth(offer) == []
 
 
-# -- in the directory ------------------------------------------------------------------------------------------------
+def test_a_store_that_is_too_slow_is_not_even_asked() -> None:
+    engine = Engine("latency")
+    tell_prefill(engine.costs, [(0, 100)], 1.0)
+    for _ in range(100):
+        engine.serve(100, bytes_per_s=1e3)
+    assert engine.lookups <= 1 + engine.now_s / min(PROBE_REST_S_MAX, PROBE_REST)
+    control = Engine("latency")
+    tell_prefill(control.costs, [(0, 100)], 1.0)
+    for _ in range(100):
+        control.serve(100, bytes_per_s=1e6)
+    assert control.lookups >= 99
 
 
-def slow_world(groups: tuple[object, ...] = (FULL,), **settings: object) -> World:
-    """Computing a token takes 0.1 s, an object of L3 what ``fetch_s`` says."""
-    world = World(groups, l1=40, l2=40, **settings)  # type: ignore[arg-type]
-    world.token_s = 0.1
-    return world
+def test_a_store_whose_answers_come_late_is_not_asked_though_its_bytes_come_fast() -> None:
+    engine = Engine("latency")
+    tell_prefill(engine.costs, [(0, 100)], 1.0)
+    engine.lookup_s = 2.0
+    taken_s = [engine.serve(100, bytes_per_s=1e8) for _ in range(50)]
+    assert sum(taken_s) == pytest.approx(50 * 1.02)
+    engine.lookup_s = 0.01
+    for _ in range(200):
+        engine.serve(100, bytes_per_s=1e8)
+    assert engine.loaded > 100, "it is found again"
 
 
-def learn(world: World, *, fetch_s: float) -> None:
-    """One request has come from L3 and computed."""
-    world.fetch_s = fetch_s
-    world.directory.costs.computed(0, 8 * PAGE, 8 * PAGE * world.token_s)
-    world.fill_l3(prompt(8, seed=9))
-    world.serve(prompt(8, seed=9), snapshot=False)
-
-
-def test_what_l3_would_take_too_long_for_is_computed_and_accounted_for() -> None:
-    world = slow_world()
-    learn(world, fetch_s=1.0)
-    world.fill_l3(prompt(8))
-    live = world.open(prompt(8))
-    world.prefetch(live)
-    world.executor.run_kind(LookupJob)
-    world.load_whole(live)
-    stats = world.directory.stats
-    assert loaded_pages(live) == 0
-    assert stats.prefetch_dropped["faster_computed"] == 8 * PAGE
-    assert stats.prefetch_probes == 1
-    world.wind_up()
-
-
-def test_a_fast_store_is_loaded_from_as_the_control_to_that() -> None:
-    world = slow_world()
-    learn(world, fetch_s=0.01)
-    world.fill_l3(prompt(8))
-    live = world.open(prompt(8))
-    world.prefetch(live)
-    world.run_all()
-    world.load_whole(live)
-    assert loaded_pages(live) == 8
-    assert world.directory.stats.prefetch_probes == 0
-
-
-def test_pages_that_a_probe_has_brought_are_found_in_l2() -> None:
-    world = slow_world()
-    learn(world, fetch_s=1.0)
-    world.fill_l3(prompt(8))
+def test_an_answer_that_a_request_did_not_wait_for_counts_as_late_as_it_was() -> None:
+    costs, now_s = MeasuredCosts(), [0.0]
+    admission = ReadAdmission(LatencyBreakEven(costs), costs, page_tokens=1, now_s=lambda: now_s[0])
+    for _ in range(3):
+        admission.answered(10, now_s[0] - 0.001, {Outcome.OK, Outcome.ABSENT})
+    admission.answered(10, now_s[0] - 99.0, {Outcome.UNAVAILABLE})
+    assert costs.transfer_s(LOOKUP, 10) == pytest.approx(0.001), "what could not be asked tells nothing"
+    now_s[0] = 1.0
+    admission.give_up_lookup(10, 0.9995)
     for _ in range(2):
-        live = world.open(prompt(8))
-        found = live.record.local_tokens["l2"]
-        world.prefetch(live)
-        world.run_all()
-        world.release(live)
-    assert found == PAGE
-    world.wind_up()
+        admission.give_up_lookup(10, 0.5)
+    assert costs.transfer_s(LOOKUP, 10) == pytest.approx(0.5)
 
 
-def test_a_prefix_whose_state_makes_it_too_large_may_have_a_shorter_one_that_pays() -> None:
-    """The policy is asked anew with the bytes of the shorter prefix, and what it declines of the rest is a drop."""
-    asked: list[LoadFacts] = []
+def test_where_only_the_state_is_missing_it_is_fetched_though_what_follows_is_not_worth_it() -> None:
+    """[0, 50) lacks a state of one page's size, [50, 100) lacks all; L3 takes three times as long as computing."""
+    costs = MeasuredCosts()
+    tell_prefill(costs, [(0, 100)], 1.0)
+    costs.moved("L3", 100 * PAGE_BYTES, 3.0)
+    admission = ReadAdmission(LatencyBreakEven(costs), costs, page_tokens=1, now_s=lambda: 0.0)
 
-    class Half:
-        def tokens(self, facts: LoadFacts) -> int:
-            asked.append(facts)
-            all_tokens = facts.usable_tokens - facts.held_tokens
-            return all_tokens if facts.usable_tokens <= 5 * PAGE else 5 * PAGE
+    def bytes_until(stop: int) -> int:
+        return PAGE_BYTES * (1 + max(0, stop - 50))
 
-        def patience_s(self, facts: LoadFacts) -> float:
-            return math.inf
-
-    world = slow_world((FULL, STATE))
-    world.directory._prefetcher._admission._policy = Half()
-    world.fill_l3(prompt(8), without=frozenset((page, 1) for page in (0, 1, 3, 4, 5, 6)))
-    live = world.open(prompt(8))
-    world.prefetch(live)
-    world.run_all()
-    world.load_whole(live)
-    assert loaded_pages(live) == 3
-    assert [facts.usable_tokens for facts in asked] == [8 * PAGE, 3 * PAGE]
-    assert world.directory.stats.prefetch_dropped["faster_computed"] == 5 * PAGE
-
-
-def test_a_request_waits_no_longer_than_computing_would_have_taken() -> None:
-    world = slow_world()
-    learn(world, fetch_s=0.01)
-    world.fill_l3(prompt(8))
-    live = world.open(prompt(8))
-    world.prefetch(live)
-    waits_s = world.directory.gives_up_at_s(live.record) - world.now_s
-    assert waits_s == pytest.approx(8 * PAGE * world.token_s, rel=0.3)
+    hoped = Offer(0, [50, 100], 100, bytes_until, math.inf, here_pages=50, lookup_objects=51)
+    assert admission.reason_to_decline(hoped) is None
+    assert admission.worth(replace(hoped, stops=[20, 40, 90], lookup_objects=0)) == [20, 40]
+    assert admission.reason_to_decline(replace(hoped, stops=[100])) == "faster_computed"

@@ -63,6 +63,7 @@ class Walk:
             reached += Counter({f"tokens.{source}": count for source, count in stats.tokens_by_source.items()})
             reached += Counter({f"lost.{name}": count for name, count in stats.tokens_lost.items()})
             reached += Counter({f"dropped.{reason}": count for reason, count in stats.prefetch_dropped.items()})
+            reached += Counter({f"declined.{reason}": count for reason, count in stats.prefetch_declined.items()})
             reached["thinned"] += stats.snapshots_thinned
             reached["probes"] += stats.prefetch_probes
             for name, count in stats.objects.items():

@@ -20,13 +20,14 @@ from hicache.policies.write import (
 )
 from hicache.slots import slot_of
 from hicache.spec import Group, PagedGroup, StateField, StateGroup
+from tests.core.checked_read import declined_requests, declines_what_cannot_pay
 from tests.core.eviction_invariants import (
     each_use_is_counted_once,
     uses_by_entry,
     what_is_idle_for_too_long_has_gone,
 )
-from tests.core.invariants import the_path_has_no_more_snapshots_than_the_cap, usable_pages
 from tests.core.live import PAGE, Live
+from tests.core.prefix_invariants import the_path_has_no_more_snapshots_than_the_cap, usable_pages
 from tests.core.simulated_executor import Fault, no_fault
 from tests.core.system import System
 
@@ -86,9 +87,13 @@ class World(System):
         return live
 
     def prefetch(self, live: Live) -> None:
-        found = self.directory.stats.prefetch_dropped["faster_computed"]
+        stats = self.directory.stats
+        found = stats.prefetch_dropped["faster_computed"] + stats.prefetch_declined["faster_computed"]
         assert not found or self.read_policy != "always", "it always pays to load"
-        self.directory.prefetch(live.record)
+        record = live.record
+        is_first = record.prefetch is None and not record.is_loaded
+        with declines_what_cannot_pay(self.prefetcher, record.keys[: record.prompt_pages] if is_first else ()):
+            self.directory.prefetch(record)
         self.executor.collect()
 
     def load(self, live: Live, *, patient: bool = False) -> None:
@@ -246,13 +251,15 @@ class World(System):
         But for what came here for others in the meantime, which nobody keeps for it unless its plan goes further.
         """
         self.fill_l3(tokens)
-        dropped = self.directory.stats.prefetch_dropped.total()
+        stats = self.directory.stats
+        dropped = stats.prefetch_dropped.total() + declined_requests(stats)
         live = self.open(tokens)
         self.prefetch(live)
         self.run_all()
         self.load(live)
         self.run_all()
-        is_cut = live.record.cut_reason != "not_usable" or self.directory.stats.prefetch_dropped.total() > dropped
+        is_cut = live.record.cut_reason != "not_usable"
+        is_cut |= stats.prefetch_dropped.total() + declined_requests(stats) > dropped
         has_plan = live.record.prefetch is not None and live.record.prefetch.target_pages > 0
         is_cut |= live.is_cut_by_eviction and not has_plan
         if self.config.has_l3 and live.record.is_loaded and not is_cut and not self.directory.stats.ranks_lost:

@@ -245,6 +245,6 @@ def test_a_lookup_that_fails_as_a_whole_is_an_io_error(
     assert client.delete([KEY]) == [Outcome.IO_ERROR]
     with pytest.raises(grpc.RpcError):
         client.stats()
-    assert http_get(daemon.ready.http, "/healthz")[0] == 503
+    wait_until(lambda: http_get(daemon.ready.http, "/healthz")[0] == 503, what="/healthz has noticed")
     assert http_get(daemon.ready.http, "/metrics")[0] == 200
     assert daemon.metric("hicache_storage_errors_total") == 3

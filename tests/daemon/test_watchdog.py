@@ -36,7 +36,7 @@ class HeardManager(ServiceManager):
 def test_a_storage_that_is_slow_is_borne_and_one_that_is_dead_is_not() -> None:
     manager, now_s, is_alive = HeardManager(), 0.0, True
 
-    async def ask() -> bool:
+    def ask() -> bool:
         return is_alive
 
     async def fed_within(turns: int) -> bool:
@@ -67,9 +67,6 @@ def test_a_loop_that_stands_still_feeds_nobody() -> None:
     manager, gate, is_stuck, is_over = HeardManager(), threading.Event(), threading.Event(), asyncio.Event()
     loop: asyncio.AbstractEventLoop | None = None
 
-    async def ask() -> bool:
-        return True
-
     def stand_still() -> None:
         is_stuck.set()
         gate.wait(START_S)
@@ -77,7 +74,7 @@ def test_a_loop_that_stands_still_feeds_nobody() -> None:
     async def steps() -> None:
         nonlocal loop
         loop = asyncio.get_running_loop()
-        watchdog = Watchdog(manager, ask)
+        watchdog = Watchdog(manager, lambda: True)
         watchdog.start()
         await asyncio.sleep(3 * manager.watchdog_s)
         assert manager.feeds

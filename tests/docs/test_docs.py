@@ -17,6 +17,7 @@ import pytest
 from hicache import CacheSpec, HiCache, PrefetchPolicy, Ranks, RankWorker, SlotCache, SnapshotPolicy
 from hicache.front import CacheFront
 from hicache.outcome import Outcome
+from hicache.settings import CacheSettings, SlotSettings
 from hicache.stats import DirectoryStats
 from tests.client.hicached import HicachedProcess
 
@@ -32,8 +33,14 @@ def rows(section: str) -> list[str]:
 
 
 def test_every_setting_of_open_is_documented() -> None:
-    settings = list(inspect.signature(HiCache.open).parameters)[1:]  # without the spec
-    assert sorted(rows("Settings of `HiCache.open`")) == sorted(settings)
+    own = set(inspect.signature(HiCache.open).parameters) - {"spec", "settings"}
+    assert sorted(rows("Settings of `HiCache.open`")) == sorted(own | CacheSettings.__optional_keys__)
+
+
+@pytest.mark.parametrize(("kind", "settings"), [(HiCache, CacheSettings), (SlotCache, SlotSettings)])
+def test_what_a_leader_is_told_is_what_a_cache_is_told(kind: type, settings: type[CacheSettings]) -> None:
+    own = {"spec", "l1", "l2", "l3", "salt", "ranks", "copies", "clock"}
+    assert set(inspect.signature(kind).parameters) - own == settings.__optional_keys__
 
 
 def test_every_setting_of_the_prefetch_is_documented_with_its_default() -> None:

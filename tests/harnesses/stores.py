@@ -20,7 +20,7 @@ from hicache.daemon.config import DaemonConfig
 from hicache.daemon.recovery import OpenedStore
 from hicache.daemon.store_look import StoreLook
 from tests.backends.fake_mooncake import FakeMooncake, open_fake
-from tests.security.test_encryption import masters
+from tests.security.master_keys import masters
 
 MIB = 1 << 20
 STORES = ("lmdb", "lmdb sealed", "file", "file sealed", "file shared", "mooncake", "mooncake with RAM tier")

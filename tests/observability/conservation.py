@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -81,3 +82,33 @@ def check_no_counter_fell(before: Scrape, after: Scrape) -> None:
         if name.endswith(("_total", "_count", "_bucket", "_sum")):
             for labels, value in samples.items():
                 assert after[name][labels] >= value, f"{name}{dict(labels)} fell from {value} to {after[name][labels]}"
+
+
+def check_every_scrape_of(
+    lives: Sequence[Callable[[], object]], *, look: Callable[[], Scrape], check: Callable[[Scrape], None]
+) -> None:
+    """Live these lives, each in a thread; meanwhile two scrapers look, and every scrape adds up and loses nothing."""
+    over = threading.Event()
+    failed: list[BaseException] = []
+
+    def scrape_on() -> None:
+        try:
+            before = look()
+            while not over.is_set():
+                now = look()
+                check(now)
+                check_no_counter_fell(before, now)
+                before = now
+        except BaseException as error:
+            failed.append(error)
+
+    living = [threading.Thread(target=life) for life in lives]
+    scrapers = [threading.Thread(target=scrape_on) for _ in range(2)]
+    for thread in (*living, *scrapers):
+        thread.start()
+    for thread in living:
+        thread.join()
+    over.set()
+    for thread in scrapers:
+        thread.join()
+    assert not failed, failed

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import threading
 from collections.abc import Callable
 from random import Random
 
@@ -18,7 +17,7 @@ from tests.daemon.rig import http_get, wait_until
 from tests.observability.conservation import (
     Scrape,
     check_daemon,
-    check_no_counter_fell,
+    check_every_scrape_of,
     read_scrape,
     total,
 )
@@ -85,30 +84,8 @@ def test_every_scrape_adds_up_under_faults_aborts_and_kills(
 ) -> None:
     daemon = start_thread(capacity_bytes="2MiB", object_bytes_max=PAGE, batch_bytes_max=8 * PAGE, ttl_s=60)
     rng = Random(seed)
-    clients = [threading.Thread(target=Life(daemon, Random(rng.random())).run) for _ in range(3)]
-    over = threading.Event()
-    failed: list[BaseException] = []
-
-    def scrape_on() -> None:
-        before = look(daemon)
-        try:
-            while not over.is_set():
-                now = look(daemon)
-                check_daemon(now)
-                check_no_counter_fell(before, now)
-                before = now
-        except BaseException as error:
-            failed.append(error)
-
-    scrapers = [threading.Thread(target=scrape_on) for _ in range(2)]
-    for thread in (*clients, *scrapers):
-        thread.start()
-    for thread in clients:
-        thread.join()
-    over.set()
-    for thread in scrapers:
-        thread.join()
-    assert not failed, failed
+    lives = [Life(daemon, Random(rng.random())).run for _ in range(3)]
+    check_every_scrape_of(lives, look=lambda: look(daemon), check=check_daemon)
     daemon.backend.disarm()
     wait_until(lambda: total(look(daemon), "hicache_sessions") == 0, what="all clients are gone")
     wait_until(lambda: total(look(daemon), "hicache_items_active") == 0, what="all that they asked is answered")

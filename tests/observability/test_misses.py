@@ -49,7 +49,7 @@ def reasons_of(node: ast.AST) -> list[object]:
             return constants(reason)
         case ast.Subscript(value=ast.Attribute(attr="skipped"), slice=key):
             return constants(key)
-        case ast.FunctionDef(name="_reason_to_decline"):
+        case ast.FunctionDef(name="_reason_to_decline" | "reason_to_decline"):
             returns = [each.value for each in ast.walk(node) if isinstance(each, ast.Return) and each.value]
             return [text for value in returns for text in constants(value)]
     return []
@@ -88,7 +88,8 @@ def stats_with(kind: str, reason: str) -> DirectoryStats:
 
 
 CASES = [("dropped", reason) for reason in REASONS if "." not in reason]
-CASES += [("declined", reason) for reason in ("no_l3", "nothing_to_gain", "below_threshold")]
+DECLINED = ("no_l3", "nothing_to_gain", "below_threshold", "faster_computed", "unmeasured")
+CASES += [("declined", reason) for reason in DECLINED]
 CASES += [("skipped", reason) for reason in REASONS if "." in reason]
 CASES += [("fetch", reason) for reason in sorted(OUTCOMES)]
 

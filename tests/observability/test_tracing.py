@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import struct
 import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import closing
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager
+from pathlib import Path
 
 import pytest
 from opentelemetry import trace
@@ -14,11 +16,20 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.sdk.trace.sampling import ALWAYS_OFF
 
+from hicache.client import DaemonL3
+from hicache.client.batch import pack_region_request
+from hicache.client.session import Session
+from hicache.l3 import L3Item
+from hicache.outcome import Outcome
 from hicache.tracing import NoTracer, OpenTelemetryTracer, _api, tracer
+from hicache.wire.bulk import BULK_CALLER, BULK_REQUEST, BulkKind
+from tests.client.memory import SmallMemory, UnshareableMemory
+from tests.client.small_daemon import SmallDaemon
+from tests.client.support import SPEC, get, key, put
 from tests.core.memory_l3 import MemoryL3
 from tests.core.small_engine import ATTENTION, HYBRID, PAGE, SmallEngine, fill, prompt
 from tests.daemon.conftest import ThreadedDaemon
-from tests.daemon.rig import wait_until
+from tests.daemon.rig import ALICE, wait_until
 
 
 @pytest.fixture
@@ -65,13 +76,130 @@ def test_a_request_is_one_trace_from_the_engine_to_hicached(
         assert dict(server.attributes or {}) == {"hicached.result": "ok"}
         [load] = named(spans, "hicache.load")
         assert dict(load.attributes or {})["hicache.computed_tokens"] == 4 * PAGE + 1
-        stored = named(spans, "hicached.Put")
-        assert dict(stored[0].attributes or {})["hicached.result"] == "ok"
+        wait_until(lambda: bool(named(spans, "hicached.Put")), what="hicached has told of the put")
+        [stored, *_] = named(spans, "hicached.Put")
+        assert stored.context.trace_id == trace_id
+        assert dict(stored.attributes or {})["hicached.result"] == "ok"
     told = "".join(span.to_json() for span in spans.get_finished_spans())
     assert "secret" not in told
     assert engine.cache._keys.root(salt=b"a secret salt").hex() not in told
     values = [value for span in spans.get_finished_spans() for value in (span.attributes or {}).values()]
     assert all(isinstance(value, int) or value in ("ok", "cancelled") for value in values)
+
+
+def test_a_request_is_one_trace_down_to_the_read_of_the_store(
+    spans: InMemorySpanExporter, traced_daemon: ThreadedDaemon
+) -> None:
+    address = f"unix://{traced_daemon.config.socket}"
+    with closing(SmallEngine(HYBRID, address=address)) as writer:
+        wait_until(lambda: not writer.cache.l3.status().is_degraded, what="it is connected")  # type: ignore[union-attr]
+        writer.serve(prompt(4))
+        writer.settle()
+    with closing(SmallEngine(HYBRID, address=address)) as reader:
+        wait_until(lambda: not reader.cache.l3.status().is_degraded, what="it is connected")  # type: ignore[union-attr]
+        spans.clear()
+        with trace.get_tracer("engine").start_as_current_span("request") as root:
+            assert reader.serve(prompt(4)).by_source["l3"] == 4 * PAGE
+        wait_until(lambda: bool(named(spans, "hicached.Get")), what="hicached has told of the get")
+    by_id = {span.context.span_id: span for span in spans.get_finished_spans()}
+    path, parent = ["hicached.store.get"], named(spans, "hicached.store.get")[0].parent
+    while parent is not None:
+        path.append(by_id[parent.span_id].name)
+        parent = by_id[parent.span_id].parent
+    expected = ["hicached.store.get", "hicached.Get", "hicache.l3.fetch", "hicache.l3.lookup", "hicache.prefetch"]
+    assert path == [*expected, "request"]
+    assert named(spans, "hicached.store.get")[0].context.trace_id == root.get_span_context().trace_id
+
+
+PATHS = {  # how objects come to a client, and the call that brings them
+    "memory": "Get",
+    "bounce": "Get",
+    "stream": "GetStream",
+}
+
+
+@contextmanager
+def moving(daemon: ThreadedDaemon, path: str, *, token: str = "") -> Iterator[DaemonL3]:
+    """A client whose objects move that way."""
+    address = f"tcp://{daemon.ready.listen}" if path == "stream" else f"unix://{daemon.config.socket}"
+    memory = SmallMemory() if path == "memory" else UnshareableMemory()
+    with closing(memory), closing(DaemonL3(address, spec=SPEC, memory=memory, token=token)) as l3:
+        wait_until(lambda: l3.status().bulk == path, what=f"objects move by {path}")
+        yield l3
+
+
+def move_in_a_span(l3: DaemonL3) -> trace.SpanContext:
+    """An object is put and got within one span, which is returned."""
+    item = L3Item(key(1), 0, 1000)
+    with trace.get_tracer("engine").start_as_current_span("request") as root:
+        assert put(l3, [item]) == get(l3, [item]) == [Outcome.OK]
+    return root.get_span_context()
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_calls_about_objects_are_within_the_span_of_the_engine(
+    path: str, spans: InMemorySpanExporter, start_thread: Callable[..., ThreadedDaemon], two_tenants: str
+) -> None:
+    daemon = start_thread(listen="127.0.0.1:0", tenants_file=two_tenants)
+    with moving(daemon, path, token=ALICE) as l3:
+        root = move_in_a_span(l3)
+        wait_until(lambda: bool(named(spans, f"hicached.{PATHS[path]}")), what="hicached has told of the get")
+    for method, operation in ((PATHS[path], "get"), (PATHS[path].replace("Get", "Put"), "put")):
+        [call] = named(spans, f"hicached.{method}")
+        assert (call.context.trace_id, call.kind) == (root.trace_id, trace.SpanKind.SERVER)
+        assert call.parent is not None
+        assert (call.parent.span_id, call.parent.is_remote) == (root.span_id, True)
+        [stored] = named(spans, f"hicached.store.{operation}")
+        assert stored.parent is not None
+        assert stored.parent.span_id == call.context.span_id
+        assert dict(stored.attributes or {}) == {"hicached.objects": 1}
+
+
+def test_a_client_that_names_no_caller_is_served_in_a_trace_of_its_own(
+    spans: InMemorySpanExporter, traced_daemon: ThreadedDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Session, "caller", lambda self: b"")  # as before it could
+    with moving(traced_daemon, "memory") as l3:
+        move_in_a_span(l3)
+        wait_until(lambda: bool(named(spans, "hicached.Get")), what="hicached has told of the get")
+    assert named(spans, "hicached.Get")[0].parent is None
+
+
+@pytest.mark.parametrize("memory", [SmallMemory, UnshareableMemory])
+def test_a_hicached_that_knows_no_callers_is_told_of_none(
+    memory: type[SmallMemory], spans: InMemorySpanExporter, folder: Path
+) -> None:
+    old = SmallDaemon(folder).start()  # which takes every bit of the length of a key for what it was
+    try:
+        with closing(memory()) as bytes_, closing(DaemonL3(old.address, spec=SPEC, memory=bytes_)) as l3:
+            assert l3.wait_ready(timeout_s=10)
+            assert move_in_a_span(l3).is_valid
+    finally:
+        old.stop()
+
+
+def test_without_spans_a_request_is_no_byte_longer() -> None:
+    item = L3Item(key(1), 0, 1000)
+    plain = pack_region_request(BulkKind.LOAD, 1, [item], timeout_ms=5, caller=tracer().caller())
+    assert plain == BULK_REQUEST.pack(BulkKind.LOAD, len(item.key), 1, 5) + item.key + struct.pack("<QQQ", 1000, 0, 1)
+    assert not hasattr(tracer(), "has_provider"), "there is none"
+
+
+def test_a_caller_that_names_none_is_none(spans: InMemorySpanExporter) -> None:
+    for caller in (bytes(BULK_CALLER.size), BULK_CALLER.pack(b"t" * 16, bytes(8), 1)):
+        with tracer().span("x", caller=caller):
+            pass
+    assert [span.parent for span in named(spans, "x")] == [None, None]
+
+
+def test_a_caller_that_is_not_sampled_is_not_sampled_here_whatever_else_it_says(spans: InMemorySpanExporter) -> None:
+    for flags in (0xFE, 0xFF):
+        with tracer().span("x", caller=BULK_CALLER.pack(b"t" * 16, b"s" * 8, flags)):
+            assert len(tracer().caller()) == BULK_CALLER.size
+    [span] = named(spans, "x")
+    assert span.context.trace_flags == 1
+    assert span.parent is not None
+    assert span.parent.span_id == int.from_bytes(b"s" * 8)
 
 
 @pytest.mark.parametrize(
@@ -129,8 +257,8 @@ def test_without_the_api_nothing_is_traced_and_everything_works() -> None:
         "import sys; sys.modules['opentelemetry'] = None\n"
         "from hicache.tracing import tracer\n"
         "t = tracer()\n"
-        "assert not t.is_on and t.for_peer() == ()\n"
-        "with t.within(t.here()), t.from_peer([]), t.span('x') as span: span.set_attributes({'a': 1})\n"
+        "assert not t.is_on and t.for_peer() == () and t.caller() == b'' and t.carried(len) is len\n"
+        "with t.from_peer([]), t.span('x') as span: span.set_attributes({'a': 1})\n"
         "import hicache.daemon.server, hicache.client\n"
         "print('ok')\n"
     )

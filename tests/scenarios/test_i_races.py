@@ -247,7 +247,7 @@ def test_br_107_a_prefetch_whose_anchor_was_evicted_publishes_nothing() -> None:
     world.executor.run_all()
     assert world.directory.index.nodes == {}
     assert world.directory.index.pools[Tier.L2][0].used_count == 14
-    assert world.prefetcher._held == [0]
+    assert world.prefetcher.fetches.held == [0]
 
 
 def test_br_107_a_prefetch_whose_path_was_split_and_rebuilt_meanwhile_publishes_what_fits() -> None:

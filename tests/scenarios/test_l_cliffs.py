@@ -46,10 +46,10 @@ def test_br_133_what_has_arrived_is_visible_at_once_wherever_its_request_stands(
     assert other.record.local_tokens == {"l1": 0, "l2": 2 * WORLD_PAGE}
     world.load_whole(early)
     assert loaded_pages(early) == 2
-    held = world.prefetcher._held[0]
+    held = world.prefetcher.fetches.held[0]
     world.release(early)
-    assert held - world.prefetcher._held[0] in (0, 2)
-    assert world.prefetcher._held[0] == 2 * (QUEUE - 1), "its share is free whoever is still in front of it"
+    assert held - world.prefetcher.fetches.held[0] in (0, 2)
+    assert world.prefetcher.fetches.held[0] == 2 * (QUEUE - 1), "its share is free whoever is still in front of it"
     world.release(other)
     world.run_all()
     world.wind_up()

@@ -219,6 +219,23 @@ def test_oe_05_an_image_that_a_client_has_named_is_told_from_one_by_content() ->
     assert not vllm_identity.has_media_by_name(media(None, identifier=blake3))
 
 
+@pytest.mark.parametrize(
+    ("cache_gb", "has_prefix_caching", "expected"), [(0, False, True), (0, True, False), (4, False, False)]
+)
+def test_oe_05_an_engine_that_numbers_its_images_from_one_on_is_known(
+    cache_gb: float, has_prefix_caching: bool, expected: bool
+) -> None:
+    """Its numbers go through a hash, too, where a processor has arguments: by the text nobody could tell."""
+    multimodal = SimpleNamespace(mm_processor_cache_gb=cache_gb)
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(multimodal_config=multimodal),
+        cache_config=SimpleNamespace(enable_prefix_caching=has_prefix_caching),
+    )
+    assert vllm_identity.numbers_media(config) is expected
+    config.model_config.multimodal_config = None
+    assert not vllm_identity.numbers_media(config)
+
+
 def test_oe_05_what_a_client_calls_an_image_in_one_engine_is_nothing_in_another() -> None:
     """The same tokens and the same name, of which each engine has another image."""
     store: dict[tuple[Any, bytes], set[int]] = {}

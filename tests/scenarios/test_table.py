@@ -18,6 +18,9 @@ IDS = """
 086 087 089 090 092 093 094 095 096 098 100 101 103 104 106 107 108 110 111 112 114 115 116 118 119 120 121 122
 123 125 128 130 131 132 133 134 135 138 139 141 142 143 144 146 149 150
 """.split()  # noqa: SIM905 - a list literal would be a hundred lines
+PREFIXES = ("test_br_", "test_ot_")
+OTHER = re.compile(r"^\| OT-(\d{3}) \| ([^|]+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
+SOURCE = re.compile(r"[\w.-]+/[\w.-]+#\d+")
 OUTCOMES = ("held at once", "fixed", "impossible by design", "not applicable")
 ROW = re.compile(r"^\| BR-(\d+) \| ([^|]+) \| ([^|]+) \| ([^|]+) \|$", re.MULTILINE)
 
@@ -38,9 +41,9 @@ def scenario_tests() -> dict[str, set[str]]:
     found: dict[str, set[str]] = {}
     for file in TESTS.rglob("*.py"):
         text = file.read_text(encoding="utf-8")
-        if "def test_br_" in text:
+        if any(f"def {prefix}" in text for prefix in PREFIXES):
             for node in ast.walk(ast.parse(text)):
-                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith("test_br_"):
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.name.startswith(PREFIXES):
                     found.setdefault(node.name, set()).add(file.name)
     return found
 
@@ -76,5 +79,31 @@ def test_a_row_says_what_came_of_it_and_names_tests_that_are_there(number: str, 
 
 def test_every_test_with_an_id_has_a_row(there: dict[str, set[str]]) -> None:
     known = {number for number, *_ in rows()}
-    strays = {name for name in there if not ids_of(name) <= known}
+    strays = {name for name in there if name.startswith("test_br_") and not ids_of(name) <= known}
     assert not strays
+
+
+def others() -> list[tuple[str, str, str, str, str]]:
+    """Id, sources, what people met, outcome, tests."""
+    found: list[tuple[str, str, str, str, str]] = OTHER.findall(TABLE.read_text(encoding="utf-8"))
+    return found
+
+
+def test_every_other_one_has_one_row_with_a_public_source_and_tests_that_are_there(there: dict[str, set[str]]) -> None:
+    lines = [line for line in TABLE.read_text(encoding="utf-8").splitlines() if line.startswith("| OT-")]
+    assert len(lines) == len(others()) >= 23
+    assert max(Counter(number for number, *_ in others()).values()) == 1
+    for number, sources, met, outcome, tests in others():
+        assert SOURCE.search(sources), f"OT-{number} has no source"
+        assert met.strip()
+        assert outcome.startswith(OUTCOMES)
+        named = re.findall(r"`([\w/]+\.py)::(test_ot_\w+)`", tests)
+        assert named, f"OT-{number} has no test"
+        for file, name in named:
+            assert number in name
+            assert Path(file).name in there.get(name, set()), f"{name} is not in {file}"
+
+
+def test_every_test_of_another_one_is_named_in_its_row(there: dict[str, set[str]]) -> None:
+    named = {name for *_, tests in others() for name in re.findall(r"test_ot_\w+", tests)}
+    assert {name for name in there if name.startswith("test_ot_")} == named

@@ -8,6 +8,7 @@ import ssl
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +27,8 @@ from hicache.outcome import Outcome
 from hicache.wire.bulk import BULK_HELLO, BULK_MAGIC, BULK_REFUSED
 from tests.client.support import get, key, open_descriptors, payload, put, wait_until
 from tests.daemon.conftest import ThreadedDaemon
-from tests.daemon.rig import ALICE, BOB, DaemonProcess, settings_in
+from tests.daemon.rig import ALICE, BOB, DaemonProcess, http_get, settings_in
+from tests.observability.conservation import read_scrape
 from tests.security.conftest import TlsRig
 
 SIZE = 300_000  # many records of TLS, and a part of one
@@ -231,6 +233,30 @@ class TestRotation:
         )
         assert old.status().sessions_opened == 1
         assert old.lookup([key(1)], timeout_s=5) == [Outcome.OK]
+
+    def test_a_renewed_certificate_moves_the_metrics_of_its_end(
+        self, secure: ThreadedDaemon, rig: TlsRig, new_l3: NewL3
+    ) -> None:
+        name = "hicache_tls_certificate_expiration_timestamp_seconds"
+
+        def days_left() -> dict[str, int]:
+            scrape = read_scrape(http_get(secure.ready.http, "/metrics")[1])
+            return {
+                dict(labels)["certificate"]: round((end_s - time.time()) / 86400)
+                for labels, end_s in scrape[name].items()
+            }
+
+        assert days_left() == {"server": 1, "client_ca": 1}
+        rig.ca.issue("server", ends=timedelta(days=90))
+        assert days_left() == {"server": 90, "client_ca": 1}
+        rig.server.write_bytes(b"half a file")
+        assert days_left() == {"server": 90, "client_ca": 1}, "what is served, not what lies there"
+        engine = new_l3(rig.address(secure.ready.listen, certificate=rig.client), token=ALICE)
+        before = engine.certificate_expirations_s()
+        rig.ca.issue("client", ends=timedelta(days=30))
+        after = engine.certificate_expirations_s()
+        assert set(before) == {"ca", "client"}
+        assert (after["ca"] - before["ca"], round((after["client"] - before["client"]) / 86400)) == (0, 29)
 
     def test_another_client_ca_is_used_at_once(
         self, secure: ThreadedDaemon, rig: TlsRig, new_l3: NewL3, folder: Path

@@ -11,6 +11,7 @@ import shutil
 from typing import TYPE_CHECKING, Any
 
 from hicache.backends import scrub
+from hicache.backends.lmdb_layout import CHUNK_BYTES
 from hicache.daemon.config import DaemonConfig, load_config
 from hicache.daemon.server import Daemon
 from hicache.errors import BackendError, ConfigError
@@ -22,7 +23,8 @@ if TYPE_CHECKING:
 
 STOP_S_MAX = 40.0  # beyond what a drain may take
 AUDIT_S = 3.0  # between two audits, on average
-CAPACITIES = {"file": ("1MiB", "1200KiB", "2MiB", "4MiB"), "lmdb": ("4MiB", "8MiB")}  # an object of LMDB takes 64 KiB
+CAPACITIES = {"file": ("1MiB", "1200KiB", "2MiB", "4MiB"), "lmdb": ("4MiB", "8MiB")}  # an object of LMDB takes a chunk
+QUOTAS = {"file": "600KiB", "lmdb": "2400KiB"}  # of one tenant: above what one prompt takes
 
 
 class DaemonLife:
@@ -33,6 +35,7 @@ class DaemonLife:
         self.process: Process | None = None
         self.daemon: Daemon | None = None
         self._loop: Loop | None = None
+        self._is_over = False
         self._wants_stop: Any = None
         self._ended: Any = None
         self._folders = itertools.count(1)
@@ -44,6 +47,7 @@ class DaemonLife:
         self._leave_the_old_environment()
         self.process = Process(f"hicached{world.tally.daemon_kills + world.tally.daemon_stops}")
         self._ended = world.node.threading.Event()
+        self._is_over = False
         world.scheduler.spawn(self._main, name=self.process.name, process=self.process)
 
     def _main(self) -> None:
@@ -55,13 +59,28 @@ class DaemonLife:
         finally:
             if not world.scheduler.is_over:
                 loop.close()
+                self._is_over = True
                 self._ended.set()
+
+    def keep_up(self) -> None:
+        """As a supervisor: one that has died, or could not start, is started again."""
+        assert self.process is not None
+        if not self.process.is_alive or self._is_over:
+            self._world.scheduler.kill(self.process)
+            self._release_locks()
+            self.start()
 
     async def _live(self) -> None:
         self._wants_stop = asyncio.Event()
         daemon = self.daemon = Daemon(self._config(), environment={}, reread=self._config)
         try:
-            await daemon.start()
+            try:
+                await daemon.start()
+            except (BackendError, ConfigError):
+                if not self._world.disk.share:
+                    raise
+                self._world.tally.failed_starts += 1
+                return
             self.is_ready = True
             assert self.process is not None
             self._world.scheduler.spawn(self._audit, name=f"{self.process.name}:audit", process=self.process)
@@ -85,6 +104,12 @@ class DaemonLife:
             copy = world.folder / f"store{next(self._folders)}"
             shutil.copytree(str(settings["path"]), copy)
             settings["path"] = str(copy)
+            match world.scheduler.rng.randrange(8) if world.is_storming else None:
+                case 0:
+                    world.lmdb_disk.lose_power(copy)
+                    world.tally.power_losses += 1
+                case 1:
+                    world.lmdb_disk.lose_tail(copy)
 
     # -- what operators do, and what must add up meanwhile ------------------------------------------------------------
 
@@ -161,6 +186,8 @@ class DaemonLife:
         if self._wants_stop is not None and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._wants_stop.set)
         assert self.process is not None
+        if not self.process.is_alive:
+            return
         if not self._ended.wait(STOP_S_MAX):
             self.kill()  # a supervisor's patience is over
         else:
@@ -206,6 +233,10 @@ class DaemonLife:
                 raise SimulationError(f"the folder has {found}, the accounts say {said}")
         walked = [found for batch in store.walk() for found in batch]
         _equal("objects on the medium, and in the index", len(walked), stats.resident.objects)
+        if world.settings["backend"] == "lmdb":
+            usage = backend.usage()
+            _equal("chunks in use, and those of objects", usage.stored_bytes, CHUNK_BYTES * len(walked))
+            _equal("objects that are counted, and those in the index", usage.objects, len(walked))
         size_bytes = sum(found.size_bytes for found in walked)
         _equal("their bytes, and those in the index", size_bytes, stats.resident.payload_bytes)
 

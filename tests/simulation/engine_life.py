@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hicache.cache import HiCache
 from hicache.node import Tier
-from hicache.sequence import Request
+from hicache.sequence import Request, Restored
 from hicache.spec import CacheSpec
 from tests.core.small_engine import PAGE, SmallEngine
 from tests.simulation.daemon_life import STOP_S_MAX
@@ -114,7 +114,7 @@ class EngineLife:
                 if sim.rng.random() < 0.5:
                     engine.cache.prefetch(request)
                     engine.cache.wait(request)
-                restored = engine.cache.load(request, timeout_s=2.0)
+                restored = load(engine, request, timeout_s=2.0)
                 if restored is not None:
                     engine.check(request, real, restored.tokens)
                     world.tally.observed += 1
@@ -140,7 +140,7 @@ class EngineLife:
             is_served = sim.rng.random() < 0.9
             if is_served:
                 engine.cache.wait(request)
-                restored = engine.cache.load(request, timeout_s=5.0)
+                restored = load(engine, request, timeout_s=5.0)
                 is_served = restored is not None
             if is_served and restored is not None:
                 engine.check(request, computed, restored.tokens)
@@ -179,6 +179,15 @@ class EngineLife:
         engine.close()
         if sim.now_s - began_s > STOP_S_MAX + END_S_MAX * self._world.has_ranks:
             raise SimulationError(f"closing an engine took {sim.now_s - began_s:g} s")
+
+
+def load(engine: Engine, request: Request, *, timeout_s: float) -> Restored | None:
+    """Harness 4 over shards: once a rank is lost, nothing is restored, whatever the other ranks have."""
+    had_lost = engine.has_lost
+    restored = engine.cache.load(request, timeout_s=timeout_s)
+    if had_lost and restored is not None and restored.tokens:
+        raise SimulationError(f"{restored.tokens} tokens were restored without {engine.cache.stats.ranks_lost}")
+    return restored
 
 
 def serve(engine: Engine, tokens: Sequence[int]) -> int:
@@ -248,7 +257,7 @@ def what_is_held(engine: Engine) -> list[str]:
                 pins = sum(entry.pins for entry in entries)
                 if (pool.used_count, pins) != (len(entries), 0):
                     held.append(f"{tier.name} {group}: {pool.used_count} slots of {len(entries)} pages, {pins} pins")
-        held += [f"prefetched {number}" for number in directory._prefetcher._held if number]
+        held += [f"prefetched {number}" for number in directory._prefetcher.fetches.held if number]
         held += [f"{node.copying}, {node.storing} under way" for node in nodes if node.copying or node.storing]
         open_jobs = {name: count for name, count in cache._pump.times.read().open.items() if count}
         if open_jobs or directory.stats.prefetch_in_flight:

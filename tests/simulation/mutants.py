@@ -7,11 +7,16 @@ from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from hicache import front, prefetch, prefix, room, transfers
-from hicache.backends import events, file_accounts, file_objects
+import lmdb
+
+from hicache import cache, front, jobbook, prefetch, prefix, room, transfers
+from hicache.backends import events, file_accounts, file_objects, lmdb_index, lmdb_space, lmdb_store
 from hicache.client import daemon_l3, memory_link, transfer
 from hicache.daemon import budget, call_tally, memory, sessions, watch
+from hicache.loader import Load
 from hicache.outcome import Outcome
+from hicache.ranks import worker
+from tests.simulation.world import World
 
 
 @contextmanager
@@ -149,33 +154,95 @@ def the_tally_is_not_locked() -> Any:
     return without_its_lock(call_tally.CallTally)
 
 
+def threads_that_load_wake_each_other() -> Any:
+    """Whoever waits for copies of other ranks wakes all others that do, who then wake it."""
+
+    def busy(self: Any, record: Any, patient: bool) -> bool:
+        until_s = self._clock() + self._replica.load_timeout_s
+        while (progress := self._directory.load(record, patient=patient)) is Load.STARTED:
+            self._pump.pump()
+            if record.loading and not self._changed.wait(until_s - self._clock()):
+                return False
+            self._check_open()
+        return progress is Load.DONE
+
+    return put_in(cache.HiCache, "_is_loaded", busy)
+
+
+def what_one_rank_has_is_on_all() -> Any:
+    """An object counts as fetched or stored when any rank has done its part."""
+
+    def join(self: Any, outcomes: Any) -> None:
+        self.outcomes = list(map(min, self.outcomes, outcomes)) if self.outcomes else list(outcomes)
+
+    return put_in(jobbook._Open, "join", join)
+
+
+def copies_do_not_wait_for_steps() -> Any:
+    """A worker copies when it is told to, whatever it was to compute before."""
+
+    def at_once(self: Any, message: Any) -> None:
+        self._executor.submit(message)
+        self._order.add(message.job_id, None)
+
+    return put_in(worker.RankWorker, "_on_message", at_once)
+
+
+def lost_ranks_are_forgotten() -> Any:
+    """The directory goes on with the ranks that are left."""
+    lose = jobbook.JobBook.lose
+
+    def forget(self: Any, rank: int) -> None:
+        lose(self, rank)
+        self._has_lost = False
+
+    return put_in(jobbook.JobBook, "lose", forget)
+
+
+def the_index_is_believed() -> Any:
+    """The LMDB backend believes what lies where its index says."""
+    is_filled = lmdb_store.LmdbBackend._is_filled
+
+    def believe(self: Any, *args: Any) -> bool:
+        is_filled(self, *args)
+        return True
+
+    return put_in(lmdb_store.LmdbBackend, "_is_filled", believe)
+
+
+def chunks_of_failed_puts_are_kept() -> Any:
+    """A put that fails gives its chunks back to nobody."""
+    return put_in(lmdb_space.ChunkSpace, "give_up", lambda self, allocated: None)
+
+
+def commits_that_fail_count() -> Any:
+    """What LMDB could not commit counts as stored."""
+    add = lmdb_index.Index.add
+
+    def believe(self: Any, records: Any) -> list[bool]:
+        try:
+            return add(self, records)
+        except lmdb.Error:
+            return [True] * len(records)
+
+    return put_in(lmdb_index.Index, "add", believe)
+
+
+Mutant = Callable[[], Any]  # Any: a context manager; in it the fault is in the code
+
+
 @dataclass(frozen=True)
-class Found:
-    """In which lives a mutant is found: one of ``lives`` from ``seed`` on."""
+class Life:
+    """One that is clean, and that each of its mutants ends early."""
 
-    mutant: Callable[[], Any]
+    seed: int
+    mutants: tuple[Mutant, ...]
     weather: str = "mixed"
-    seed: int = 1
-    lives: int = 8
     statements: float = 0.0
+    ranks: bool = False
+
+    def world(self) -> World:
+        return World(self.seed, weather=self.weather, statements=self.statements, ranks=self.ranks)
 
 
-MUTANTS = (
-    Found(regions_are_not_held, "late", seed=26, lives=4),
-    Found(late_bytes_are_not_doubted, "freezing", seed=26, lives=4),
-    Found(doubt_settles_at_once, "freezing", seed=27),
-    Found(outcomes_are_of_other_objects, "forgetful", seed=8),
-    Found(what_failed_counts_as_fetched),
-    Found(attention_alone_is_a_prefix, seed=8),
-    Found(slots_are_not_given_back, seed=2),
-    Found(what_was_found_is_not_dropped),
-    Found(tenants_share_keys),
-    Found(salts_are_forgotten),
-    Found(leases_outlive_their_session, seed=2),
-    Found(tickets_are_kept),
-    Found(removals_are_not_told),
-    Found(watches_are_not_ended),
-    Found(checksums_are_not_compared, "forgetful", seed=6),
-    Found(removed_objects_stay_in_the_accounts),
-    Found(the_tally_is_not_locked, seed=5, statements=5),
-)
+LIVES: tuple[Life, ...] = ()

@@ -102,28 +102,35 @@ def patched(node: Node) -> Iterator[None]:
         for module in [module for name, module in sys.modules.items() if name.startswith("hicache")]:
             for name, value in list(vars(module).items()):
                 if isinstance(value, types.ModuleType) and value in fakes:
-                    _set(stack, module, name, fakes[value])
+                    set_in(stack, module, name, fakes[value])
                 elif isinstance(value, Notices):  # which remembers what it has said in the life before
-                    _set(stack, module, name, Notices(logging.getLogger(module.__name__), clock=clock.monotonic))
-        _set(stack, futures_base, "threading", node.threading)
+                    set_in(stack, module, name, Notices(logging.getLogger(module.__name__), clock=clock.monotonic))
+        set_in(stack, futures_base, "threading", node.threading)
         numbers = itertools.count()
+        slotted: dict[
+            int, tuple[object, int]
+        ] = {}  # without attributes of their own: kept, so that none takes its place
 
-        def number_of(thing: Any) -> int:
+        def number_of(thing: object) -> int:
             """In place of ``id`` and of hashes that are one: they depend on where an object lies."""
-            return vars(thing).setdefault("_simulated_id", next(numbers))  # type: ignore[no-any-return]
+            if type(thing).__dictoffset__:
+                return vars(thing).setdefault("_simulated_id", next(numbers))  # type: ignore[no-any-return]
+            if id(thing) not in slotted:
+                slotted[id(thing)] = (thing, next(numbers))
+            return slotted[id(thing)][1]
 
         futures_base.id = number_of  # type: ignore[attr-defined]  # locks of several futures are taken in its order
         stack.callback(delattr, futures_base, "id")
         for owner in {*_classes_hashed_by_place(), futures_base.Future, asyncio.Event, asyncio.Lock}:
-            _set(stack, owner, "__hash__", number_of)
+            set_in(stack, owner, "__hash__", number_of)
         _replace_defaults(stack, {time.monotonic: clock.monotonic, time.time: clock.time})
         _replace_factories(stack, fakes)
-        _set(stack, sys.modules["hicache.ranks.loop"], "os", node.eventfds)
+        set_in(stack, sys.modules["hicache.ranks.loop"], "os", node.eventfds)
         session = sys.modules["hicache.client.session"]
-        _set(stack, session, "HiCachedStub", node.rpc.stub_class())
-        _set(stack, sys.modules["hicache.client.address"], "grpc", _Grpc(sys.modules["grpc"]))
-        _set(stack, sys.modules["hicache.daemon.server"], "GrpcServer", node.rpc.server_class())
-        _set(stack, sys.modules["hicache.daemon.socket_lock"], "remove_stale_socket", _remove_socket)
+        set_in(stack, session, "HiCachedStub", node.rpc.stub_class())
+        set_in(stack, sys.modules["hicache.client.address"], "grpc", _Grpc(sys.modules["grpc"]))
+        set_in(stack, sys.modules["hicache.daemon.server"], "GrpcServer", node.rpc.server_class())
+        set_in(stack, sys.modules["hicache.daemon.socket_lock"], "remove_stale_socket", _remove_socket)
         stack.enter_context(_complaints_of(node))
         if scheduler.has_points:
             stack.enter_context(preemption.points(scheduler.point))
@@ -148,7 +155,7 @@ def _classes_hashed_by_place() -> Iterator[type]:
         if name.startswith("hicache"):
             for found in vars(module).values():
                 is_class_of_it = isinstance(found, type) and found.__module__ == name
-                if is_class_of_it and found.__hash__ is object.__hash__ and found.__dictoffset__:
+                if is_class_of_it and found.__hash__ is object.__hash__:
                     yield found
 
 
@@ -182,7 +189,7 @@ def _remove_socket(setting: str, path: str) -> None:
         os.unlink(path)
 
 
-def _set(stack: ExitStack, owner: Any, name: str, value: object) -> None:
+def set_in(stack: ExitStack, owner: Any, name: str, value: object) -> None:
     before = getattr(owner, name)
     setattr(owner, name, value)
     stack.callback(setattr, owner, name, before)

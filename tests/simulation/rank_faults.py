@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from hicache.l3 import L3, Done, L3Item
+from hicache.l3 import Done, L3Item
 from hicache.outcome import Outcome
 from tests.simulation.scheduler import Process
 
@@ -131,6 +131,3 @@ class Wire:
 
     def _spawn(self, run: Any) -> None:
         self._world.scheduler.spawn(run, name=self.process.name, process=self.process)
-
-
-__all__ = ["L3", "RankFaults", "ShardL3", "Wire"]

@@ -13,6 +13,7 @@ WEATHERS = (
     "freezing",
     "forgetful",
     "late",
+    "failing",
 )  # which faults come, all of them or one kind again and again
 RANK_STRIKES = 0.4  # of strikes at random, where there are ranks
 STOPPED_S_MAX = 12.0  # more than the silence that ranks allow each other
@@ -38,6 +39,10 @@ class Storm:
                     disk.frozen_until_s = sim.now_s + sim.rng.uniform(10.2, 14.0)
             case "forgetful":
                 disk.forgets_share = sim.rng.choice((0.0, 0.05, 0.3))
+            case "failing":  # calls of the disk, and now and then what waits for them
+                disk.share = sim.rng.choice((0.0, 0.01, 0.05, 0.2))
+                if sim.rng.random() < 0.5:
+                    self._strike_processes()
             case _ if self._world.crews and sim.rng.random() < RANK_STRIKES:
                 self._strike_ranks()
             case _:

@@ -15,6 +15,8 @@ class Tally:
     from_l3_tokens: int = 0
     daemon_kills: int = 0
     daemon_stops: int = 0
+    failed_starts: int = 0  # of daemons
+    power_losses: int = 0
     engine_kills: int = 0
     connections_broken: int = 0
     calls_lost: int = 0

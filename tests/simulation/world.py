@@ -17,9 +17,10 @@ from hicache.backends import file_store
 from hicache.policies.prefetch import PrefetchMode, PrefetchPolicy
 from hicache.spec import CacheSpec
 from tests.core.small_engine import ATTENTION, HYBRID, PAGE
-from tests.simulation.daemon_life import CAPACITIES, DaemonLife
+from tests.simulation.daemon_life import CAPACITIES, QUOTAS, DaemonLife
 from tests.simulation.disk import DiskFaults
 from tests.simulation.engine_life import Engine, EngineLife, OneRank, check_rest, faults_of, serve
+from tests.simulation.lmdb_disk import LmdbDisk
 from tests.simulation.neighbours import Router
 from tests.simulation.net import Loop
 from tests.simulation.patching import Node, patched
@@ -95,13 +96,20 @@ class World:
         self.is_storming = True  # until the last fault: then only engines change what is stored
         self.kept: list[Any] = []  # tasks that nobody else refers to
         self.daemon = DaemonLife(self)
+        self.lmdb_disk = LmdbDisk(self.scheduler, self.node.threading, self.disk, die=self.daemon.kill)
         self.storm = Storm(self)
         self.router = Router(self)
 
     def write_tenants(self, rng: random.Random) -> None:
         """The tenants file, with other limits for each."""
         if self.tenant_count > 1:
-            limits = ("", " quota_bytes=600KiB", " quota_objects=60", " ttl_s=3000", " weight=3")
+            limits = (
+                "",
+                f" quota_bytes={QUOTAS[str(self.settings['backend'])]}",
+                " quota_objects=60",
+                " ttl_s=3000",
+                " weight=3",
+            )
             tenants = self.folder / "tenants"
             tenants.write_text("".join(f"t{i} {token}{rng.choice(limits)}\n" for i, token in enumerate(TOKENS)))
             tenants.chmod(0o600)
@@ -122,7 +130,7 @@ class World:
     def run(self) -> Tally:
         """Raises SimulationError, and whatever a thread of the code under test raises."""
         try:
-            with patched(self.node), self._disk():
+            with patched(self.node), self._disk(), self.lmdb_disk.in_place():
                 director = self.scheduler.spawn(self._direct, name="director", process=Process("director"))
                 try:
                     self.scheduler.run(director)
@@ -169,8 +177,10 @@ class World:
         while not all(engine.is_done for engine in self.engines):
             sim.sleep(sim.rng.expovariate(1 / 3.0))
             self.storm.strike()
+            self.daemon.keep_up()
         self.is_storming = False
         self.storm.calm()
+        self.daemon.keep_up()
         sim.sleep(HEAL_S)
         self._check_the_end()
 

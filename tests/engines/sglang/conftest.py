@@ -30,7 +30,8 @@ with warnings.catch_warnings():
     sglang_plugin.register()  # as SGLang itself does where hicache is installed
     HookRegistry.apply_hooks()
 
-    from tests.engines.sglang.rig import Device, Engine, server
+    from tests.engines.sglang.devices import Device
+    from tests.engines.sglang.rig import Engine, server
 
 Start: TypeAlias = Callable[..., Engine]
 

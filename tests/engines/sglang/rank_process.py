@@ -12,7 +12,8 @@ from pathlib import Path
 import torch.distributed
 
 from tests.engines.sglang import conftest  # noqa: F401  # SGLang on a CPU, before anything of it is imported
-from tests.engines.sglang.rig import Engine, assert_equal, extra_config, gdn, mla, server, tokens
+from tests.engines.sglang.devices import gdn, mla
+from tests.engines.sglang.rig import Engine, assert_equal, extra_config, server, tokens
 
 SIZE = 2
 

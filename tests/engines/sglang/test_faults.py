@@ -20,7 +20,8 @@ from tests.client.hicached import HicachedProcess, token_of
 from tests.client.small_daemon import SmallDaemon
 from tests.client.support import open_descriptors, wait_until
 from tests.engines.sglang.conftest import Start
-from tests.engines.sglang.rig import PAGE_TOKENS, Device, assert_equal, extra_config, gdn, mha, storage_threads, tokens
+from tests.engines.sglang.devices import PAGE_TOKENS, Device, gdn, mha
+from tests.engines.sglang.rig import assert_equal, extra_config, storage_threads, tokens
 
 DEADLINE_S = 0.3
 Fault: TypeAlias = Callable[[SmallDaemon], threading.Event | None]  # what ends it, if anything can

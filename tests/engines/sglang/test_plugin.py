@@ -25,10 +25,10 @@ from hicache.errors import ConfigError
 from hicache.outcome import Outcome
 from tests.client.small_daemon import SmallDaemon
 from tests.client.support import QUICK, wait_until
-from tests.engines.sglang import rig
+from tests.engines.sglang import devices, rig
 from tests.engines.sglang.test_pools import KEYS, dsa_pools, storage_of
 
-P = rig.PAGE_TOKENS
+P = devices.PAGE_TOKENS
 
 
 @pytest.fixture(autouse=True)
@@ -46,17 +46,17 @@ def plugin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def host_pool(layout: str = "page_first_direct", *, allocator: str = "shm") -> Any:
-    device = rig.mha().allocator.get_kvcache()
+    device = devices.mha().allocator.get_kvcache()
     (info,) = device.get_device_pool_infos()
     return MHATokenToKVPoolHost(
         info.buffer_info,
         2.0,
         0,
-        rig.PAGE_TOKENS,
+        devices.PAGE_TOKENS,
         layout,
         pin_memory=False,
         device="cpu",
-        device_capacity_tokens=rig.DEVICE_TOKENS,
+        device_capacity_tokens=devices.DEVICE_TOKENS,
         start_layer=0,
         end_layer=3,
         allocator_type=allocator,
@@ -117,7 +117,7 @@ def test_a_page_in_doubt_is_not_handed_out_and_comes_back(daemon: SmallDaemon) -
 
 def test_state_pools_have_holds_too() -> None:
     with rig.server(rig.extra_config("unix:///nowhere")) as arguments:
-        engine = rig.Engine(arguments, rig.gdn())
+        engine = rig.Engine(arguments, devices.gdn())
         try:
             for entry in engine.cache.host_pool_group.entries:
                 assert holds_of(entry.host_pool) is not None, entry.name

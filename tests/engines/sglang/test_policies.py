@@ -11,7 +11,8 @@ from tests.client.hicached import HicachedProcess, token_of
 from tests.client.small_daemon import SmallDaemon
 from tests.client.support import open_descriptors, wait_until
 from tests.engines.sglang.conftest import Start
-from tests.engines.sglang.rig import PAGE_TOKENS, assert_equal, extra_config, gdn, mha, storage_threads, tokens
+from tests.engines.sglang.devices import PAGE_TOKENS, gdn, mha
+from tests.engines.sglang.rig import assert_equal, extra_config, storage_threads, tokens
 
 POLICIES = ("best_effort", "wait_complete", "timeout")
 
@@ -91,6 +92,29 @@ def test_attaching_again_and_again_leaks_nothing(hicached: HicachedProcess, star
         assert engine.cache.detach_storage_backend()[0], "again"
         wait_until(lambda: not storage_threads(), what="the end of the threads")
     wait_until(lambda: not open_descriptors() - before, what="the end of the descriptors")
+
+
+def test_oe_26_a_store_that_is_attached_late_gets_names_of_whole_prompts(
+    hicached: HicachedProcess, start: Start, revision: str
+) -> None:
+    """The tree is older than the store: pages without a name must not make a new beginning of those behind them."""
+    config = extra_config(hicached.address, token=token_of(0), model_revision=revision)
+    engine = start(mha(), config)
+    engine.cache.detach_storage_backend()
+    engine.compute(tokens(4))
+    attached, text = engine.cache.attach_storage_backend(
+        "dynamic", json.dumps(config), "org/model", "wait_complete", None
+    )
+    assert attached, text
+    engine.connect()
+    engine.extend(tokens(4), tokens(8))
+    engine.use_again(tokens(8))
+    engine.settle()
+    computed = engine.on_device(tokens(8))
+    assert engine.stored(tokens(8)[4 * PAGE_TOKENS :]) == 0, "the second half is no prompt"
+    engine.evict_everything()
+    assert engine.prefetch(tokens(8)) == 8 * PAGE_TOKENS
+    assert_equal(engine.load(tokens(8)), computed)
 
 
 def test_a_configuration_that_cannot_be_leaves_the_engine_ready_for_another(

@@ -23,7 +23,8 @@ from sglang.srt.observability.metrics_collector import StorageMetrics
 from hicache.connectors.sglang import HiCacheStorage
 from hicache.errors import ConfigError
 from tests.client.hicached import HicachedProcess, token_of
-from tests.engines.sglang.rig import PAGE_TOKENS, extra_config, server
+from tests.engines.sglang.devices import PAGE_TOKENS
+from tests.engines.sglang.rig import extra_config, server
 
 P = PAGE_TOKENS
 PAGES = 6

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 from tests.client.hicached import HicachedProcess
-from tests.engines.sglang.rig import PAGE_TOKENS
+from tests.engines.sglang.devices import PAGE_TOKENS
 
 
 def test_ranks_agree_on_what_is_restored_and_restore_their_own(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ import torch
 
 from tests.client.hicached import HicachedProcess, token_of
 from tests.engines.sglang.conftest import Start
-from tests.engines.sglang.rig import PAGE_TOKENS, Device, assert_equal, extra_config, gdn, mha, mla, swa, tokens
+from tests.engines.sglang.devices import PAGE_TOKENS, Device, gdn, mha, mla, swa
+from tests.engines.sglang.rig import assert_equal, extra_config, tokens
 
 MODELS: dict[str, Callable[[], Device]] = {"mha": mha, "mla": mla, "gdn": gdn, "swa": swa}
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")

@@ -17,18 +17,8 @@ from hicache.connectors.sglang_arguments import Arguments
 from hicache.errors import ConfigError
 from tests.client.hicached import HicachedProcess, token_of
 from tests.engines.sglang.conftest import Start
-from tests.engines.sglang.rig import (
-    PAGE_TOKENS,
-    Device,
-    Engine,
-    assert_equal,
-    extra_config,
-    gdn,
-    mha,
-    mla,
-    server,
-    tokens,
-)
+from tests.engines.sglang.devices import PAGE_TOKENS, Device, gdn, mha, mla
+from tests.engines.sglang.rig import Engine, assert_equal, extra_config, server, tokens
 
 ALL = 8 * PAGE_TOKENS
 HEADS = 8

@@ -6,6 +6,7 @@ A field that a new release brings fails here, until somebody has decided.
 from __future__ import annotations
 
 import dataclasses
+import re
 import warnings
 
 import pytest
@@ -14,7 +15,7 @@ from hicache.connectors import vllm_identity
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # vLLM and torch warn of themselves while they are imported
-    from vllm import config
+    from vllm import config, envs
 
 CLASSES = {
     "model_config": config.ModelConfig,
@@ -88,6 +89,17 @@ PARTS_THAT_CHANGE_NOTHING = """
     shutdown_timeout structured_outputs_config watermark_config weight_transfer_config"""
 
 
+# Switches of the process whose names say that they are about precision, or make things up, and that change no number
+# which another kernel of the same precision does not.
+SWITCHES_THAT_CHANGE_NOTHING = """
+    VLLM_BLOCKSCALE_FP8_GEMM_FLASHINFER VLLM_USE_FLASHINFER_MOE_INT4 VLLM_MAX_TOKENS_PER_EXPERT_FP4_MOE
+    VLLM_XPU_INC_WNA16_BACKEND"""
+SPEAKING = re.compile(
+    r"QUANT|FP8|FP4|INT4|INT8|W4A|WNA|A16|F16|E8M0|DTYPE|PRECISION|INVARIANT|SIMULAT|EMULATION|DETERMINIS|RANDOMIZE"
+)
+DUMMY_BATCHES = "VLLM_RANDOMIZE_DP_DUMMY_INPUTS"  # whose tokens nobody keeps
+
+
 def names_of(cls: type) -> set[str]:
     return {field.name for field in dataclasses.fields(cls)}
 
@@ -103,3 +115,9 @@ def test_every_field_was_judged(part: str) -> None:
 def test_every_config_was_judged() -> None:
     counted = {part for part in vllm_identity._CONFIG_FIELDS if "." not in part} | set(vllm_identity._CONFIGS_WHOLE)
     assert counted | set(PARTS_THAT_CHANGE_NOTHING.split()) == names_of(config.VllmConfig)
+
+
+def test_every_switch_of_the_process_that_speaks_of_numbers_was_judged() -> None:
+    speaking = {name for name in envs.environment_variables if SPEAKING.search(name)}
+    judged = {*SWITCHES_THAT_CHANGE_NOTHING.split(), DUMMY_BATCHES}
+    assert {name for name in speaking if not vllm_identity._ENVIRONMENT.fullmatch(name)} == judged

@@ -20,12 +20,12 @@ from hicache.daemon.recovery import OpenedStore
 from hicache.daemon.store_look import StoreLook
 from hicache.outcome import Outcome
 from hicache.wire import hicached_pb2 as pb
-from hicache.wire.bulk import BULK_HELLO, BULK_MAGIC, PEER_MAGIC, BulkKind
+from hicache.wire.bulk import BULK_HELLO, BULK_MAGIC, PEER_MAGIC
 from hicache.wire.protocol import MEMORY_HELLO
 from tests.daemon.client import Client
 from tests.daemon.raw_links import object_key
 from tests.daemon.rig import DaemonThread
-from tests.security.fuzz.parsers import _HELLO, Target, _request_seed
+from tests.security.fuzz.parsers import _HELLO, Target, _request_seeds
 
 PAYLOAD = b"what must never change" * 100
 ANSWER_S = 0.02  # what does not answer by then waits for more
@@ -103,7 +103,7 @@ class Attacked:
     def targets(self) -> Iterator[Target]:
         """What to try, with what is nearly right."""
         lookup = pb.LookupRequest(keys=b"k" * 72, key_bytes=36, lease_ms=5).SerializeToString()
-        requests = tuple(_request_seed(kind) for kind in BulkKind)
+        requests = tuple(_request_seeds())
         hellos = (BULK_HELLO.pack(BULK_MAGIC, b"w" * 32), BULK_HELLO.pack(PEER_MAGIC, b""))
         web = (
             b"GET /v1/status HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import io
 import os
@@ -9,6 +10,7 @@ import struct
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -30,6 +32,7 @@ from hicache.backends.lmdb_layout import CHUNK_BYTES, IndexRecord, decode_record
 from hicache.backends.marker import MARKER_NAME, new_marker, read_marker
 from hicache.backends.sealing import SEAL_BYTES
 from hicache.backends.tenant_keys import MasterKeys
+from hicache.certificates import earliest_expiration_s
 from hicache.client.address import parse_address
 from hicache.daemon.batches import read_bulk, read_region
 from hicache.daemon.bulk_calls import _read_header
@@ -44,8 +47,9 @@ from hicache.errors import ConfigError
 from hicache.spec import namespace_digest
 from hicache.tenancy import tenant_digest
 from hicache.traces import read_mooncake_trace
+from hicache.tracing import OpenTelemetryTracer
 from hicache.wire import hicached_pb2 as pb
-from hicache.wire.bulk import BULK_REQUEST, BulkKind, pack_numbers, unpack_numbers
+from hicache.wire.bulk import BULK_CALLER, BULK_REQUEST, BulkKind, pack_numbers, pack_request, unpack_numbers
 from hicache.wire.protocol import KEY_BYTES_MAX, pack_keys, split_keys
 
 KEY = tenant_digest("alice") + b"k" * 36
@@ -182,7 +186,11 @@ def bulk_request(data: bytes) -> None:
     if request.key_count > _CONFIG.batch_keys_max:
         return
     assert request.body_bytes <= _CONFIG.batch_keys_max * (KEY_BYTES_MAX + 16) + 8, "memory that a header can ask for"
-    body = data[BULK_REQUEST.size :].ljust(request.body_bytes, b"\0")[: request.body_bytes]
+    behind = data[BULK_REQUEST.size :]
+    if request.is_traced:
+        traced_call(behind[: BULK_CALLER.size])
+        behind = behind[BULK_CALLER.size :]
+    body = behind.ljust(request.body_bytes, b"\0")[: request.body_bytes]
     keys = split_keys(body[: request.sizes_at], request.key_bytes)
     sizes = unpack_numbers(body[request.sizes_at : request.sizes_at + request.numbers_bytes])
     session = _session()
@@ -194,6 +202,20 @@ def bulk_request(data: bytes) -> None:
         batch = read_region(keys, sizes, sizes[::-1], session, 1 << 20, _CONFIG)
         assert all(it.offset >= 0 and it.offset + it.size_bytes <= 1 << 20 for it in batch.extents)
         assert all(it.key.startswith(tenant_digest("alice")) for it in batch.extents)
+
+
+def traced_call(data: bytes) -> None:
+    """Whatever a caller says it is, its call has a span, and what it says goes no further than its ids."""
+    with OpenTelemetryTracer().span("x", caller=data.ljust(BULK_CALLER.size, b"\0")):
+        pass
+
+
+def certificate(data: bytes) -> None:
+    """As the content of a PEM block, and as the file around it."""
+    body = base64.encodebytes(data)
+    for pem in (data, b"-----BEGIN CERTIFICATE-----\n" + body + b"-----END CERTIFICATE-----\n"):
+        end_s = earliest_expiration_s(pem)
+        assert end_s is None or datetime.fromtimestamp(end_s, UTC).year >= 1
 
 
 def archive(data: bytes) -> None:
@@ -237,11 +259,19 @@ def _record_seeds() -> Iterator[bytes]:
             yield IndexRecord(2 * CHUNK_BYTES + 1, 5, 1.5, ids, tag, seal).encode(KEY)
 
 
-def _request_seed(kind: BulkKind) -> bytes:
+def _request_seeds() -> Iterator[bytes]:
     keys, key_bytes = pack_keys([b"k" * 36, b"l" * 36])
-    return BULK_REQUEST.pack(kind, key_bytes, 2, 1000) + keys + pack_numbers([100, 200]) * 2 + struct.pack("<Q", 1)
+    for kind in BulkKind:
+        for caller in (b"", BULK_CALLER.pack(b"t" * 16, b"s" * 8, 1)):
+            header = pack_request(kind, key_bytes, 2, timeout_ms=1000, caller=caller)
+            yield header + keys + pack_numbers([100, 200]) * 2 + struct.pack("<Q", 1)
 
 
+# Up to its end: SEQUENCE, SEQUENCE, version 3, a serial number, ecdsa-with-SHA256, CN=ca, from, until.
+_CERTIFICATE = (
+    "30453043" + "a003020102" + "020101" + "300a06082a8648ce3d040302" + "300d310b300906035504030c026361"
+    "301e170d3236303130313030303030305a170d3237303130313030303030305a"
+)
 _HELLO = pb.SessionRequest(
     hello=pb.Hello(
         protocol_version=1,
@@ -274,7 +304,8 @@ PARSERS = (
     Target("store_marker", store_marker, (msgspec.json.encode(new_marker("lmdb", 3)),)),
     Target("descriptor", descriptor, (msgspec.msgpack.encode(DESCRIPTOR),)),
     Target("hello", hello, (_HELLO,)),
-    Target("bulk_request", bulk_request, tuple(_request_seed(kind) for kind in BulkKind)),
+    Target("bulk_request", bulk_request, tuple(_request_seeds())),
+    Target("certificate", certificate, (bytes.fromhex(_CERTIFICATE),)),
     Target("archive", archive, (_archive_seed(),)),
     Target(
         "trace_file",

@@ -1,0 +1,45 @@
+"""What the storage last said of itself: asked again and again, so that no probe waits for a thread to have its turn."""
+
+from __future__ import annotations
+
+import asyncio
+
+from hicache.daemon.storage import NO_ANSWER, Storage
+
+ASK_EVERY_S = 0.25
+
+
+class Health:
+    """Event loop only. Before ``start``, all is well."""
+
+    def __init__(self) -> None:
+        self._storage: Storage | None = None
+        self._said = ""
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, storage: Storage) -> None:
+        """There is a storage, which is asked from here on."""
+        self._storage = storage
+        self._task = asyncio.create_task(self._ask(storage), name="hicached-health")
+
+    async def stop(self) -> None:
+        """Ends it. Idempotent."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            self._task = None
+
+    @property
+    def problem(self) -> str:
+        """See ``Storage.problem``; what it said is at most ASK_EVERY_S old, and the time that the answer took."""
+        return NO_ANSWER if self._storage is not None and self._storage.is_stuck else self._said
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the storage answers."""
+        return self.problem != NO_ANSWER
+
+    async def _ask(self, storage: Storage) -> None:
+        while True:
+            self._said = await storage.problem()
+            await asyncio.sleep(ASK_EVERY_S)

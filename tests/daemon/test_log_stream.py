@@ -1,0 +1,88 @@
+"""Log lines hold up nobody: a slow reader loses some and is told, one that is gone is no fault of the daemon."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from hicache.daemon.log_stream import PIECE_BYTES, LogStream
+from tests.daemon.client import Client
+from tests.daemon.raw_links import object_key
+from tests.daemon.rig import flags_of, settings_in, wait_until
+
+LINE = "x" * 99 + "\n"
+
+
+@contextmanager
+def pipe() -> Iterator[tuple[int, int]]:
+    """Of one page."""
+    ours, theirs = os.pipe()
+    fcntl.fcntl(theirs, fcntl.F_SETPIPE_SZ, PIECE_BYTES)
+    try:
+        yield ours, theirs
+    finally:
+        os.close(theirs)
+        os.close(ours)
+
+
+def test_a_reader_who_is_too_slow_loses_lines_and_hears_how_many() -> None:
+    with pipe() as (ours, theirs):
+        stream = LogStream(theirs)
+        for _ in range(100):
+            stream.write(LINE)
+        kept = os.read(ours, 1 << 16).decode()
+        lost = 100 - kept.count("\n")
+        assert 0 < lost < 100
+        assert kept == LINE * (100 - lost)
+        stream.write("once more\n")
+        assert os.read(ours, 1 << 16) == b"%d log lines were lost: nobody read them\nonce more\n" % lost
+        stream.write("again\n")
+        assert os.read(ours, 1 << 16) == b"again\n"
+
+
+def test_a_line_longer_than_the_pipe_is_cut_where_it_would_wait() -> None:
+    with pipe() as (ours, theirs):
+        stream = LogStream(theirs)
+        stream.write("y" * 10 * PIECE_BYTES + "\n")
+        assert set(os.read(ours, 1 << 20)) == {ord("y")}
+        stream.write("once more\n")
+        assert os.read(ours, 1 << 16) == b"\n1 log lines were lost: nobody read them\nonce more\n"
+
+
+def test_a_reader_who_is_gone_is_no_error() -> None:
+    ours, theirs = socket.socketpair()
+    with theirs:
+        ours.close()
+        stream = LogStream(theirs.fileno())
+        assert stream.write(LINE) == len(LINE)
+
+
+@pytest.mark.parametrize("reader", ["stopped", "gone"])
+def test_a_daemon_whose_log_nobody_reads_serves(reader: str, folder: Path) -> None:
+    settings = settings_in(folder, log_level="debug")
+    with pipe() as (ours, theirs):
+        command = [sys.executable, "-m", "hicache.daemon", *flags_of(settings)]
+        process = subprocess.Popen(command, stderr=theirs, stdout=theirs)
+        try:
+            wait_until(Path(str(settings["ready_file"])).exists, what="the daemon is ready")
+            if reader == "gone":
+                spare = os.open(os.devnull, os.O_RDONLY)
+                os.dup2(spare, ours)  # the last reading end of the pipe
+                os.close(spare)
+            for number in range(40):  # two lines each, and there is room for less than that
+                with Client(f"unix:{settings['socket']}", name="n" * 100) as client:
+                    assert client.present([object_key(number)]) == [False]
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(30) == 0
+        finally:
+            process.kill()
+            process.wait()
