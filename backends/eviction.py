@@ -95,8 +95,16 @@ class Evictor:
         if not self._is_lowering:
             return 0
         low_bytes = max(self._low_bytes, min(need_bytes, self._capacity_bytes))
-        freed_bytes = self.evict(tenant, lambda: min(self._above(low_bytes), self._part_bytes()))
-        self._is_lowering = freed_bytes > 0 and self._above(low_bytes) > 0
+        part_bytes = 0
+
+        def part() -> int:
+            nonlocal part_bytes
+            part_bytes = min(self._above(low_bytes), self._part_bytes())
+            return part_bytes
+
+        freed_bytes = self.evict(tenant, part)
+        is_all_kept = freed_bytes < part_bytes  # what is left is not tried again until the high watermark is crossed
+        self._is_lowering = freed_bytes > 0 and not is_all_kept and self._above(low_bytes) > 0
         return freed_bytes
 
     def _part_bytes(self) -> int:

@@ -22,6 +22,7 @@ SLAB_NAME = "chunks.slab"
 # Copied in one call without the GIL, and hashed in the core's cache: larger ones leave it, smaller ones cost calls.
 WRITE_PIECE_CHUNKS = 16
 READ_PIECE_CHUNKS = 8
+FREE_COPY_BYTES = 512  # numpy keeps the interpreter while it copies less, also while a page comes from the disk
 
 Bytes: TypeAlias = NDArray[np.uint8]
 
@@ -78,7 +79,8 @@ class Slab:
                 out = piece[: whole * CHUNK_BYTES].reshape(whole, CHUNK_BYTES)
                 np.take(mapped, ids[:whole], axis=0, out=out, mode="clip")
             if tail_bytes:
-                piece[whole * CHUNK_BYTES :] = mapped[min(ids[whole], len(mapped) - 1), :tail_bytes]
+                tail = mapped[min(ids[whole], len(mapped) - 1), : max(tail_bytes, FREE_COPY_BYTES)].copy()
+                piece[whole * CHUNK_BYTES :] = tail[:tail_bytes]
             hasher.update(piece.data)
         return hasher.intdigest()
 

@@ -41,6 +41,21 @@ def test_above_the_high_watermark_the_least_recently_used_go_down_to_the_low_one
     assert rig.store.stats().evicted_bytes == 11 * 64 * KIB
 
 
+def test_one_put_evicts_a_bounded_part_and_the_next_ones_and_sweeps_go_on_to_the_low_watermark(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hicache.backends.eviction.AHEAD_OBJECTS", 2)
+    fill(rig)
+    assert rig.put(90) == [Outcome.OK]
+    assert rig.store.stats().evictions == 3, "its own need and two more, whatever lies between the watermarks"
+    assert rig.put(91) == [Outcome.OK]
+    assert rig.store.stats().evictions == 5, "below the high watermark, too"
+    assert [rig.store.sweep() > 0 for _ in range(5)] == [True, True, True, True, False]
+    assert rig.store.usage().stored_bytes == CAPACITY_BYTES * 8 // 10
+    assert rig.put(92) == [Outcome.OK]
+    assert rig.store.stats().evictions == 12, "nothing more, until the high watermark is crossed again"
+
+
 @pytest.mark.parametrize("use", ["lookup", "get", "put"])
 def test_lookup_get_and_put_count_as_use(rig: Rig, use: str) -> None:
     fill(rig)
