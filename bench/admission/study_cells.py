@@ -27,8 +27,9 @@ Row: TypeAlias = dict[str, Any]
 BELADY, CEILING, BOUND = "belady", "ceiling", "bound"  # in the place of a policy: what none can beat
 _SOLVED_REFERENCES = 500_000  # of longer traces the linear program takes more than minutes, and gigabytes
 _HERE = Path(__file__).parent
+_READS = ("prefetch.py", "read.py")  # nothing is fetched in a study
 _CODE = (
-    *sorted((_HERE.parents[1] / "hicache" / "policies").glob("*.py")),
+    *sorted(path for path in (_HERE.parents[1] / "hicache" / "policies").glob("*.py") if path.name not in _READS),
     *(_HERE / f"{name}.py" for name in ("bounds", "generator", "replay", "study_cells", "traces", "tree")),
 )
 
