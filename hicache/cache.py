@@ -155,6 +155,9 @@ class HiCache(CacheFront[Directory]):
             salt=salt,
             device=device,
         )
+        settings["eviction"], settings["write_policy"] = policies_of(  # before memory and disk are taken
+            settings.get("eviction", "lru"), settings.get("write_policy", "write_through")
+        )
         memory = RankMemory.open(spec, memory_settings, rank=0)
         try:
             return cls(

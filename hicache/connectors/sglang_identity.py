@@ -238,13 +238,13 @@ def _draft_fields(arguments: Any, settings: StorageSettings) -> Iterator[tuple[s
 
 
 def _content(name: str, path: object, settings: StorageSettings) -> FieldValue:
-    """What is in a file, or in a folder of weights. Raises ConfigError where it is not here, and no ``model_revision``
-    stands for it."""
+    """What is in a file, or in a folder of weights. Raises ConfigError where that cannot be told, and no
+    ``model_revision`` stands for it."""
     if path is None:
         return None
     try:
         return fingerprint_path(Path(str(path)))
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         if settings.model_revision:
             return bounded(name, str(path))
         expected = f"a name of the weights, since what {name} names cannot be read here ({error})"

@@ -106,6 +106,17 @@ def test_oe_02_a_file_that_is_not_here_is_refused_unless_the_operator_names_the_
     of_files(checkpoint, dataclasses.replace(BY_CONTENT, model_revision="r1"), quantization_param_path=away)
 
 
+def test_oe_02_a_folder_of_files_that_are_no_known_weights_is_refused_likewise(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    """As KTransformers keeps its experts when they are not merged: a folder for each layer."""
+    folder = tmp_path / "experts"
+    (folder / "_layer_0").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"model_revision.*kt_weight_path"):
+        of_files(checkpoint, kt_weight_path=str(folder))
+    of_files(checkpoint, dataclasses.replace(BY_CONTENT, model_revision="r1"), kt_weight_path=str(folder))
+
+
 def test_oe_02_scales_of_vllms_encoder_count_by_what_is_in_them(tmp_path: Path) -> None:
     scales = tmp_path / "scales.json"
 
