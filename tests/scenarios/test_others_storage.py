@@ -137,6 +137,24 @@ def test_ot_021_folders_that_somebody_has_cleaned_up_are_made_again(tmp_path: Pa
     assert not list((tmp_path / "unfinished").glob("*-*"))
 
 
+def test_ot_021_the_others_count_what_a_writer_has_stored_once_when_its_report_was_cleaned_up(tmp_path: Path) -> None:
+    settings = FileSettings(shared=True)
+    writer, other = (SharedFileBackend.open(tmp_path, capacity_bytes=64 * MIB, settings=settings) for _ in range(2))
+    assert put(writer, *((key(number), payload(number, MIB)) for number in range(40))) == [Outcome.OK] * 40
+    assert writer.delete([key(0)]) == [Outcome.OK]
+    other.keep_up()
+    for path in (tmp_path / "unfinished").iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    other.keep_up()
+    assert put(writer, (key(100), payload(100, MIB))) == [Outcome.OK]
+    other.keep_up()
+    assert other.usage().objects == 40
+    assert put(other, (key(200), payload(200, MIB))) == [Outcome.OK], "and nothing was evicted for it"
+    assert len(object_files(tmp_path)) == 41
+    writer.close()
+    other.close()
+
+
 def test_ot_021_what_a_writer_left_whose_lock_was_cleaned_up_goes_at_the_next_start(tmp_path: Path) -> None:
     FileBackend.open(tmp_path, capacity_bytes=64 * MIB).close()
     left = tmp_path / "unfinished" / "4711-0123abcd"
