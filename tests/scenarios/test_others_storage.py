@@ -14,6 +14,7 @@ import pytest
 from hicache.backends.file_settings import FileSettings
 from hicache.backends.file_shared import SETTLE_INTERVAL_S, SharedFileBackend
 from hicache.backends.file_store import FileBackend
+from hicache.backends.lmdb_slab import SLAB_NAME
 from hicache.backends.open import open_backend
 from hicache.memory_limits import total_memory_bytes
 from hicache.outcome import Outcome
@@ -252,6 +253,29 @@ def test_ot_025_bad_sectors_under_files_cost_the_objects_on_them(start: Start, t
             assert readable[2] <= sum(client.present([object_key(number) for number in range(40)])) < 40
         assert daemon.process.poll() is None
         disk.whole_again(96 * MIB)
+        daemon.close()
+
+
+def test_ot_025_bad_sectors_under_a_mapped_store_cost_the_objects_on_them(start: Start, tmp_path: Path) -> None:
+    settings: dict[str, object] = {"backend": "lmdb", "path": tmp_path / "store", "object_bytes_max": "1MiB"}
+    daemon = start(**settings)
+    with Client(daemon.target) as client:
+        assert store(client, range(40), MIB) == [Outcome.OK] * 40
+    daemon.close()
+    with ext4(tmp_path / "medium", size_bytes=160 * MIB, options="errors=continue") as disk:
+        slab = tmp_path / "store" / SLAB_NAME
+        shutil.move(slab, disk.folder / SLAB_NAME)
+        slab.symlink_to(disk.folder / SLAB_NAME)
+        daemon = start(**settings)
+        drop_from_cache([disk.folder / SLAB_NAME])
+        disk.lose_from(30 * MIB)
+        with Client(daemon.target) as client:
+            readable = right(client, range(40), MIB)
+            assert 0 < readable < 40
+            assert sum(client.present([object_key(number) for number in range(40)])) == readable
+            assert store(client, range(100, 140), MIB) == [Outcome.OK] * 40, "a sector that is written is a good one"
+            assert right(client, range(100, 140), MIB) > 20
+        assert daemon.process.poll() is None
         daemon.close()
 
 
