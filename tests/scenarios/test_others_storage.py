@@ -99,6 +99,14 @@ def test_ot_020_an_object_that_was_dropped_as_corrupt_gives_its_space_back_once(
     assert rig.store.usage().objects == 2
 
 
+def test_ot_020_an_object_that_is_removed_between_its_put_and_its_entry_gives_its_space_back_once(rig: Rig) -> None:
+    """As when a namespace is dropped while one of its objects is being written: it is deleted twice."""
+    fill(rig, 3)
+    assert rig.files.delete([key(1)]) == [Outcome.OK]  # beside the store, which has it in its index
+    assert rig.store.delete([key(1)]) == [Outcome.ABSENT]
+    assert rig.store.usage().objects == rig.files.count().objects == 2
+
+
 def test_ot_020_a_shared_folder_that_was_cleaned_up_takes_as_much_as_before(tmp_path: Path) -> None:
     capacity_bytes = 64 * (1 << 20)
     shared = SharedFileBackend.open(tmp_path, capacity_bytes=capacity_bytes, settings=FileSettings(shared=True))

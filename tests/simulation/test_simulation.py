@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from hashlib import blake2b
 
 import pytest
@@ -14,6 +15,7 @@ from tests.simulation.tally import Tally
 from tests.simulation.world import World
 
 STATEMENTS = 60.0
+SEEDS_MAX = 64  # a fault that one life in 16 meets goes unseen by 2 % of searches
 
 
 def test_lives_of_a_node_end_without_a_wrong_byte_a_leak_or_a_hang() -> None:
@@ -44,9 +46,21 @@ def test_a_seed_replays_exactly_in_another_process_and_after_another_life() -> N
 
 @pytest.mark.parametrize("life", LIVES, ids=lambda life: f"{life.weather}-{life.seed}{'-ranks' * life.ranks}")
 def test_faults_in_the_code_end_lives_that_are_clean_without_them(life: Life) -> None:
-    life.world().run()
-    survivors = [mutant.__name__ for mutant in life.mutants if not _ends(life, mutant)]
+    clean: set[int] = set()
+    survivors = [mutant.__name__ for mutant in life.mutants if not _is_found(life, mutant, clean)]
     assert not survivors
+
+
+def _is_found(life: Life, mutant: Mutant, clean: set[int]) -> bool:
+    """By the life that is known to meet it, or by one of the next: what a seed draws changes with hicache."""
+    for seed in range(life.seed, life.seed + SEEDS_MAX):
+        other = replace(life, seed=seed)
+        if _ends(other, mutant):
+            if seed not in clean:
+                other.world().run()
+                clean.add(seed)
+            return True
+    return False
 
 
 def _ends(life: Life, mutant: Mutant) -> bool:
