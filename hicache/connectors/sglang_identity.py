@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from hicache.connectors.checkpoint import fingerprint_adapter, fingerprint_checkpoint, fingerprint_path
-from hicache.connectors.config_values import bounded, plain
+from hicache.connectors.config_values import bounded, of_file, plain
 from hicache.connectors.sglang_pools import Part, PoolLayout
 from hicache.connectors.sglang_settings import StorageSettings
 from hicache.errors import ConfigError
@@ -148,7 +148,11 @@ class EngineIdentity:
         ]
         fields += [(name, _stable(name, getattr(arguments, name, None))) for name in _ARGUMENTS]
         fields += [(name, _content(name, getattr(arguments, name, None), settings)) for name in _FILES]
-        fields += sorted((f"env {name}", value) for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name))
+        fields += [
+            (f"env {name}", bounded(name, of_file(value)))
+            for name, value in sorted(os.environ.items())
+            if _ENVIRONMENT.fullmatch(name)
+        ]
         fields += _adapter_fields(arguments, settings)
         return cls(tuple(fields), tuple(_draft_fields(arguments, settings)), settings.salt)
 

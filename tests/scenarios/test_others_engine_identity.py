@@ -158,6 +158,24 @@ def test_oe_03_a_switch_of_vllm_that_changes_numbers_keeps_engines_apart(
     assert vllm.identity().digest == without
 
 
+@pytest.mark.parametrize("variable", ["VLLM_HUMMING_INPUT_QUANT_CONFIG", "SGLANG_HUMMING_INPUT_QUANT_CONFIG"])
+def test_oe_03_a_switch_that_names_a_file_counts_by_what_is_in_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str
+) -> None:
+    """Both engines read these as JSON, or as a file of it."""
+
+    def name(file: str) -> tuple[bytes, bytes]:
+        monkeypatch.setenv(variable, str(tmp_path / file))
+        return vllm.identity().digest, sglang.root()
+
+    (tmp_path / "config.json").write_text('{"dtype": "int8"}')
+    (tmp_path / "copy.json").write_text('{"dtype": "int8"}')
+    before = name("config.json")
+    assert name("copy.json") == before
+    (tmp_path / "config.json").write_text('{"dtype": "int4"}')
+    assert name("config.json") != before
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
