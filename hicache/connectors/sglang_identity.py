@@ -14,6 +14,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hicache.connectors.checkpoint import fingerprint_adapter, fingerprint_checkpoint, fingerprint_path
 from hicache.connectors.config_values import bounded, of_file, plain
 from hicache.connectors.sglang_pools import Part, PoolLayout
@@ -73,7 +75,7 @@ _DRAFT_FILES = ("decrypted_draft_config_file", "uno_lora_path")
 _ENVIRONMENT = re.compile(
     r"SGLANG_\w*(QUANT|FP8|FP4|INT4|W4A|MXFP|F16_ACCUM|DTYPE|DETERMINISTIC|SAGE_ATTENTION|SKIP_SOFTMAX|DENSE|DISABLE_MSA|"
     r"TOPK_FREQ|SIMULATE_\w*EXPERTS|PERTURB|REVERT_PR|KV_LAYOUT|KVCACHE|KV_CACHE_LAYOUT|BOUNDARY_KV|ROPE_CACHE_FP32|"
-    r"IMAGE_MAX_PIXELS|RESIZE_RESAMPLE|EXTERNAL_M)\w*"
+    r"IMAGE_MAX_PIXELS|RESIZE_RESAMPLE|EXTERNAL_M|BF16_DISPATCH|BF16_ROUTER|ONLINE_C|PRESHUFFLE|INDEX_K_PAGE)\w*"
 )
 
 # Of ``load_format``: random numbers, and those that read the files that are there, as they are there.
@@ -154,6 +156,8 @@ class EngineIdentity:
             if _ENVIRONMENT.fullmatch(name)
         ]
         fields += _adapter_fields(arguments, settings)
+        if torch.version.hip:
+            fields.append(("platform", "hip"))  # its indexers lay out their keys in another order
         return cls(tuple(fields), tuple(_draft_fields(arguments, settings)), settings.salt)
 
     def described(self, anchor: PoolLayout, rank: Rank) -> tuple[tuple[str, FieldValue], ...]:
