@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from hicache.connectors.checkpoint import fingerprint_adapter, fingerprint_checkpoint, fingerprint_path
-from hicache.connectors.config_values import bounded, of_file, plain
+from hicache.connectors.config_values import HF_PROVENANCE, bounded, of_file, plain
 from hicache.connectors.sglang_pools import Part, PoolLayout
 from hicache.connectors.sglang_settings import StorageSettings
 from hicache.errors import ConfigError
@@ -86,7 +86,6 @@ _LOCAL_FORMATS = frozenset(
         *("bitsandbytes", "sharded_state", "runai_streamer", "expert_pack"),
     }
 )
-_PROVENANCE = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})  # of config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,7 +276,7 @@ def _config_digest(folder: Path | None) -> str | None:
     if folder is None or not (folder / "config.json").is_file():
         return None
     config = json.loads((folder / "config.json").read_text())
-    kept = {name: value for name, value in config.items() if name not in _PROVENANCE}
+    kept = {name: value for name, value in config.items() if name not in HF_PROVENANCE}
     return blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 
