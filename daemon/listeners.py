@@ -144,11 +144,13 @@ class SocketFiles:
             with contextlib.suppress(OSError):
                 os.link(path, aside)
                 kept.append((aside, path))
-        yield
-        for aside, path in kept:
-            with contextlib.suppress(OSError):
-                os.rename(aside, path)  # does nothing where both are the same file
-                os.unlink(aside)
+        try:
+            yield
+        finally:
+            for aside, path in kept:
+                with contextlib.suppress(OSError):
+                    os.rename(aside, path)  # does nothing where both are the same file
+                    os.unlink(aside)
 
     def problem(self) -> str:
         """Why clients cannot connect, for people; empty: they can."""
