@@ -269,6 +269,7 @@ LIVES: tuple[Life, ...] = (
     Life(1, (checksums_are_not_compared, outcomes_are_of_other_objects), "forgetful"),
     Life(6, (doubt_settles_at_once,), "late"),
     Life(7, (regions_are_not_held,), "late"),
+    Life(27, (late_bytes_are_not_doubted,), "late"),
     Life(23, (the_tally_is_not_locked,), statements=5.0),
     Life(16, (the_index_is_believed,), "forgetful"),
     Life(3, (commits_that_fail_count,), "failing"),
