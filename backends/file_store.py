@@ -79,8 +79,8 @@ class FileBackend:
         self._is_closed = False
         self._helpers = Helpers("hicache-file")
         self._writes = WriteHealth()
-        self._dropped = LastKeys(LAST_KEYS_MAX)  # until they are stored again: others who read or delete them just
-        # now find them gone, and may say so when their space has been given back already
+        self._dropped = LastKeys(LAST_KEYS_MAX)  # until they are stored again: whoever finds them gone after that,
+        # or deletes them once more, may say so when their space has been given back already
         self._unreadable = LastKeys(LAST_KEYS_MAX)  # once: a medium may fail for a moment
         self.keys: TenantKeys | None = None
         self._first_walk: list[StoredBatch] | None = None  # until the first scan, or the first change
@@ -236,8 +236,7 @@ class FileBackend:
             with self._lock_of(item.key):
                 self._require_open()
                 # unless another file has taken the name meanwhile
-                if self._remove(path, inode=inode) is Outcome.OK:
-                    self._dropped.note(item.key)
+                self._remove(item.key, path, inode=inode)
         return outcome
 
     def _drop_unreadable(self, key: bytes) -> Outcome:
@@ -266,7 +265,7 @@ class FileBackend:
             item.target.cast("B")[:] = own
         return outcome, inode
 
-    def _remove(self, path: str, *, inode: int | None = None) -> Outcome:
+    def _remove(self, key: bytes, path: str, *, inode: int | None = None) -> Outcome:
         """Remove an object's file and give its space back; the caller holds the key."""
         self._first_walk = None
         try:
@@ -277,6 +276,7 @@ class FileBackend:
         if payload_bytes is None:
             return Outcome.ABSENT
         self.accounts.add(Counts(-1, -payload_bytes, -stored_bytes_of(payload_bytes)))
+        self._dropped.note(key)
         return Outcome.OK
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -297,7 +297,7 @@ class FileBackend:
             return Outcome.ABSENT
         with self._lock_of(key):
             self._require_open()
-            return self._remove(self.tree.path_of(key))
+            return self._remove(key, self.tree.path_of(key))
 
     def forget(self, gone: Sequence[tuple[bytes, int]]) -> None:
         """See ``Backend.forget``."""
