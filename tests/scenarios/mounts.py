@@ -1,7 +1,7 @@
 """File systems of a test's own, with the faults that only real ones have.
 
-Where there is no program or no right to make one, the test is skipped and says why. They go whatever becomes of the test:
-one that a process still uses is taken out of the tree at once, and ends with the process.
+Where there is no program or no right to make one, the test is skipped and says why. They go whatever becomes of the
+test: one that a process still uses is out of the tree at once, and ends with the process.
 """
 
 from __future__ import annotations

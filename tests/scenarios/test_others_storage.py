@@ -22,7 +22,7 @@ from tests.backends.payloads import get, key, payload, put
 from tests.backends.store_rig import OBJECT_BYTES, Rig, fill
 from tests.daemon.client import Client
 from tests.daemon.raw_links import object_key, payload_of
-from tests.daemon.rig import DaemonProcess, http_get, refused_start, scrape, wait_health
+from tests.daemon.rig import DaemonProcess, http_get, refused_start, scrape, wait_health, wait_until
 from tests.engine.test_l2 import write_cgroup
 from tests.scenarios.mounts import MIB, drop_from_cache, ext4, mounted, tmpfs
 
@@ -243,6 +243,7 @@ def test_ot_026_a_frozen_file_system_holds_up_who_writes_and_nobody_else(start: 
             assert store(client, range(4)) == [Outcome.OK] * 4
             with disk.frozen():
                 writing = client.begin(store, client, range(4, 5))
+                wait_until(lambda: scrape(daemon.ready["http"])["hicache_storage_busy_threads"] > 0, what="it waits")
                 assert other.present([object_key(number) for number in range(4)]) == [True] * 4
                 assert right(other, range(4)) == 4
                 assert http_get(daemon.ready["http"], "/healthz")[0] == 200
