@@ -86,7 +86,7 @@ def mounted(folder: Path, *arguments: str) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(["mount", *arguments, str(folder)], capture_output=True, text=True, check=False)
     if done.returncode:
-        pytest.skip(f"this cannot be mounted here: {done.stderr.strip()}")
+        pytest.skip(f"this cannot be mounted here: {done.stderr.splitlines()[0]}")
     try:
         yield
     finally:
