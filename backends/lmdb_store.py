@@ -252,13 +252,17 @@ class LmdbBackend:
 
     def _is_filled(self, key: bytes, target: memoryview, record: IndexRecord) -> bool:
         """Whether ``target`` has just what was stored."""
-        if self._sealing is None:
-            return self._slab.read(key, target, record.chunk_ids) == record.checksum
-        opener = self._sealing.opener(key, record.size_bytes, record.seal)
-        if opener is None:
+        try:
+            if self._sealing is None:
+                return self._slab.read(key, target, record.chunk_ids) == record.checksum
+            opener = self._sealing.opener(key, record.size_bytes, record.seal)
+            if opener is None:
+                return False
+            self._slab.read_sealed(target, record.chunk_ids, opener)
+            return opener.is_genuine()
+        except OSError as error:
+            self._notices.warning("get", "a get failed: %s", error)
             return False
-        self._slab.read_sealed(target, record.chunk_ids, opener)
-        return opener.is_genuine()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See ``Backend.contains``."""

@@ -113,10 +113,10 @@ class Life:
 
 
 def live(device: str, copies: str) -> list[str]:
-    """Where prompts came from: computed, again after others from L2, and in another engine from L3."""
+    """Where prompts came from: computed, after others from L2, at once again from L1, and in another engine from L3."""
     sources: list[str] = []
     with tempfile.TemporaryDirectory(prefix="hicache-life-") as folder:
-        for prompts in ((*range(PROMPTS), 0), range(PROMPTS)):
+        for prompts in ((*range(PROMPTS), 0, 0), range(PROMPTS)):
             with closing(Life(device=device, copies=copies, l3=f"file://{folder}/l3")) as engine:
                 for number in prompts:
                     sources.append(engine.serve(number))
@@ -124,7 +124,7 @@ def live(device: str, copies: str) -> list[str]:
     return sources
 
 
-EXPECTED = ["computed"] * PROMPTS + ["l2"] + ["l3"] * PROMPTS
+EXPECTED = ["computed"] * PROMPTS + ["l2", "l1"] + ["l3"] * PROMPTS
 
 
 @click.command()

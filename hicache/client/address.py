@@ -38,6 +38,14 @@ class DaemonAddress:
             return grpc.insecure_channel(self.target, options=self.channel_options)
         return grpc.secure_channel(self.target, self.tls.credentials(), options=self.channel_options)
 
+    def open_idle_channel(self) -> grpc.Channel:
+        """A channel that nothing is called on, and that never connects.
+
+        As long as there is one, gRPC keeps what it needs to make others. Without any, it begins anew with the next one,
+        and aborts the process where that finds no descriptor.
+        """
+        return grpc.insecure_channel(self.target, options=self.channel_options)
+
     def bulk_address(self, welcome: wire.Welcome) -> str | tuple[str, int]:
         """Where the bulk socket is: a path, or host and port."""
         if self.is_local:

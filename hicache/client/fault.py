@@ -105,7 +105,8 @@ def fault_of(error: object) -> Fault:
     """
     if not isinstance(error, grpc.Call):
         return Fault(FaultKind.LOST, "RPC_ERROR", str(error))
-    status, details = error.code(), error.details() or ""
+    status = error.code()
+    details = "".join(filter(str.isprintable, error.details() or ""))  # gRPC quotes addresses with all their zeros
     fault = refusal_fault(details)
     if fault is not None:
         return fault

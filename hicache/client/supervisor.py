@@ -75,6 +75,7 @@ class Supervisor:
         self._read_fills: Callable[[], TierFills] | None = None  # what is reported to hicached, if anything
         self._register_at_s = 0.0
         self._register_backoff_s = settings.backoff_s
+        self._idle_channel = address.open_idle_channel()
         self._thread = threading.Thread(target=self._run, name="hicache-l3", daemon=True)
         self._thread.start()
 
@@ -158,6 +159,7 @@ class Supervisor:
         if session is not None:
             session.close()
         self._thread.join(self._settings.connect_timeout_s + self._settings.ping_timeout_s + THREAD_JOIN_S)
+        self._idle_channel.close()
 
     def _is_ready(self) -> bool:
         session = self.session

@@ -68,6 +68,10 @@ class FailingCalls(FileCalls):
         self._meet("remove")
         super().remove(path)
 
+    def sync_folder(self, path: str) -> None:
+        self._meet("sync_folder")
+        super().sync_folder(path)
+
 
 class CountedCalls(FileCalls):
     """Fails the call number ``at`` of those that a put makes, whichever it is."""

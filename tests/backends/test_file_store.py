@@ -11,10 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from hicache.backends.base import PutItem
 from hicache.backends.file_calls import FileCalls
 from hicache.backends.file_layout import FAN_OUT, HEADER_BYTES, ObjectHeader, decode_header, key_of_name, object_path
+from hicache.backends.file_settings import FileSettings
 from hicache.backends.file_store import FileBackend
 from hicache.backends.file_writer import WriterFolder
+from hicache.backends.store import ObjectStore
 from hicache.outcome import Outcome
 from tests.backends.file_faults import BlockingCalls, FailingCalls
 from tests.backends.payloads import get, key, payload, put, scanned
@@ -208,3 +211,17 @@ def test_a_walk_passes_over_what_has_gone_since_it_was_listed(backend: FileBacke
 
     backend._files.namespace_tag = late  # type: ignore[method-assign]
     assert {walked.key for batch in backend.walk() for walked in batch} == {keys[0], keys[2]}
+
+
+def test_what_was_deleted_and_may_come_back_after_a_power_loss_gives_its_space_back_once(tmp_path: Path) -> None:
+    """A delete whose name could not be synced is IO_ERROR, so the store believes in it until it is asked for again."""
+    calls = FailingCalls()
+    settings = FileSettings(fsync=True)
+    backend = FileBackend.open(tmp_path, capacity_bytes=CAPACITY_BYTES, settings=settings, calls=calls)
+    store = ObjectStore(backend, object_bytes_max=MIB, free_space_floor_bytes=0)
+    assert store.put([PutItem(key(number), memoryview(b"bytes")) for number in (1, 2)]) == [Outcome.OK] * 2
+    calls.arm("sync_folder", 0)
+    assert store.delete([key(2)]) == [Outcome.IO_ERROR]
+    assert store.delete([key(2)]) == [Outcome.ABSENT]
+    assert backend.usage().objects == store.stats().resident.objects == 1
+    store.close()

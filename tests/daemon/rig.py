@@ -184,6 +184,19 @@ def http_get(
         connection.close()
 
 
+def wait_health(address: str, status: int) -> str:
+    """What /healthz says once it answers with ``status``; of the storage it tells what that said a moment ago."""
+    said = ""
+
+    def is_it() -> bool:
+        nonlocal said
+        found, said = http_get(address, "/healthz")
+        return found == status
+
+    wait_until(is_it, what=f"/healthz says {status}")
+    return said
+
+
 def scrape(address: str) -> dict[str, float]:
     """All samples of /metrics, by name with labels as they are written."""
     status, body = http_get(address, "/metrics")

@@ -4,21 +4,12 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
 import socket
-import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-
-import pytest
 
 from hicache.daemon.log_stream import PIECE_BYTES, LogStream
-from tests.daemon.client import Client
-from tests.daemon.raw_links import object_key
-from tests.daemon.rig import flags_of, settings_in, wait_until
 
 LINE = "x" * 99 + "\n"
 
@@ -85,25 +76,3 @@ def test_a_reader_who_is_gone_is_no_error() -> None:
         ours.close()
         stream = LogStream(theirs.fileno())
         assert stream.write(LINE) == len(LINE)
-
-
-@pytest.mark.parametrize("reader", ["stopped", "gone"])
-def test_a_daemon_whose_log_nobody_reads_serves(reader: str, folder: Path) -> None:
-    settings = settings_in(folder, log_level="debug")
-    with pipe() as (ours, theirs):
-        command = [sys.executable, "-m", "hicache.daemon", *flags_of(settings)]
-        process = subprocess.Popen(command, stderr=theirs, stdout=theirs)
-        try:
-            wait_until(Path(str(settings["ready_file"])).exists, what="the daemon is ready")
-            if reader == "gone":
-                spare = os.open(os.devnull, os.O_RDONLY)
-                os.dup2(spare, ours)  # the last reading end of the pipe
-                os.close(spare)
-            for number in range(40):  # two lines each, and there is room for less than that
-                with Client(f"unix:{settings['socket']}", name="n" * 100) as client:
-                    assert client.present([object_key(number)]) == [False]
-            process.send_signal(signal.SIGTERM)
-            assert process.wait(30) == 0
-        finally:
-            process.kill()
-            process.wait()

@@ -142,7 +142,7 @@ class TestNeverAnswers:
 
     @pytest.fixture(autouse=True)
     def impatient(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("hicache.daemon.reload.RELOAD_S_MAX", 0.2)
+        monkeypatch.setattr("hicache.daemon.reload.RELOAD_S_MAX", 1.0)
 
     @pytest.mark.parametrize("mib", [24, 96])
     def test_a_store_that_never_answers(

@@ -21,7 +21,7 @@ from hicache.wire.protocol import pack_keys
 from tests.daemon.client import Client, refusal_code
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.raw_links import CALL_S, Memory, object_key, payload_of
-from tests.daemon.rig import http_get, scrape, wait_until
+from tests.daemon.rig import http_get, scrape, wait_health, wait_until
 
 StartThread = Callable[..., ThreadedDaemon]
 
@@ -245,6 +245,6 @@ def test_a_lookup_that_fails_as_a_whole_is_an_io_error(
     assert client.delete([KEY]) == [Outcome.IO_ERROR]
     with pytest.raises(grpc.RpcError):
         client.stats()
-    wait_until(lambda: http_get(daemon.ready.http, "/healthz")[0] == 503, what="/healthz has noticed")
+    wait_health(daemon.ready.http, 503)
     assert http_get(daemon.ready.http, "/metrics")[0] == 200
     assert daemon.metric("hicache_storage_errors_total") == 3

@@ -143,8 +143,11 @@ def test_calls_about_objects_are_within_the_span_of_the_engine(
     daemon = start_thread(listen="127.0.0.1:0", tenants_file=two_tenants)
     with moving(daemon, path, token=ALICE) as l3:
         root = move_in_a_span(l3)
-        wait_until(lambda: bool(named(spans, f"hicached.{PATHS[path]}")), what="hicached has told of the get")
-    for method, operation in ((PATHS[path], "get"), (PATHS[path].replace("Get", "Put"), "put")):
+        methods = {"get": PATHS[path], "put": PATHS[path].replace("Get", "Put")}
+        wait_until(
+            lambda: all(named(spans, f"hicached.{method}") for method in methods.values()), what="hicached has told"
+        )
+    for operation, method in methods.items():
         [call] = named(spans, f"hicached.{method}")
         assert (call.context.trace_id, call.kind) == (root.trace_id, trace.SpanKind.SERVER)
         assert call.parent is not None

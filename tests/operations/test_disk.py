@@ -16,21 +16,9 @@ from tests.cli.conftest import store
 from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.raw_links import object_key
-from tests.daemon.rig import DaemonProcess, http_get, wait_until
+from tests.daemon.rig import DaemonProcess, wait_health
 
 SIZE = 5000
-
-
-def health(address: str, status: int) -> str:
-    """What /healthz says once it answers with ``status``."""
-    told: list[tuple[int, str]] = []
-
-    def is_it() -> bool:
-        told[:] = [http_get(address, "/healthz")]
-        return told[0][0] == status
-
-    wait_until(is_it, what=f"/healthz says {status}")
-    return told[0][1]
 
 
 @pytest.mark.parametrize("backend", ["lmdb", "file"])
@@ -41,13 +29,13 @@ def test_a_directory_that_is_replaced_is_misses_and_health_says_so(
     daemon = start_thread(backend=backend)
     with Client(daemon.target) as client:
         keys = store(client, range(4), SIZE)
-        assert health(daemon.ready.http, 200) == "ok\n"
+        assert wait_health(daemon.ready.http, 200) == "ok\n"
         (folder / "store").rename(folder / "unplugged")
         if becomes == "empty":
             (folder / "store").mkdir()
         elif becomes == "another":
             shutil.copytree(folder / "unplugged", folder / "store")
-        assert "another directory is there" in health(daemon.ready.http, 503)
+        assert "another directory is there" in wait_health(daemon.ready.http, 503)
         found = client.get_stream(keys, [SIZE] * 4)
         right = [payload(number, SIZE) for number in range(4)]
         assert all(one in (good, Outcome.ABSENT, Outcome.IO_ERROR) for one, good in zip(found, right, strict=True))
@@ -55,7 +43,7 @@ def test_a_directory_that_is_replaced_is_misses_and_health_says_so(
         assert outcome in (Outcome.OK, Outcome.IO_ERROR)
         shutil.rmtree(folder / "store", ignore_errors=True)
         (folder / "unplugged").rename(folder / "store")
-        assert health(daemon.ready.http, 200) == "ok\n", "it is back where it was"
+        assert wait_health(daemon.ready.http, 200) == "ok\n", "it is back where it was"
         assert client.put_stream([object_key(60)], [payload(60, SIZE)]) == [Outcome.OK]
         assert client.get_stream([object_key(60)], [SIZE]) == [payload(60, SIZE)]
     daemon.stop()
@@ -72,7 +60,7 @@ def test_a_daemon_whose_directory_is_gone_stops_and_starts_again(
     with Client(daemon.target) as client:
         store(client, range(3), SIZE)
     shutil.rmtree(folder / "store")
-    health(daemon.ready["http"], 503)
+    wait_health(daemon.ready["http"], 503)
     assert daemon.process.poll() is None, "it goes on"
     daemon.terminate()
     assert "Traceback" not in daemon.log
@@ -80,7 +68,7 @@ def test_a_daemon_whose_directory_is_gone_stops_and_starts_again(
     with Client(again.target) as client:
         assert client.present([object_key(0)]) == [False]
         store(client, range(3), SIZE)
-    health(again.ready["http"], 200)
+    wait_health(again.ready["http"], 200)
 
 
 @pytest.mark.parametrize("backend", ["lmdb", "file"])
@@ -91,10 +79,10 @@ def test_a_file_system_that_turns_read_only_is_told(
     with Client(daemon.target) as client:
         store(client, range(1), SIZE)
         monkeypatch.setattr(os, "access", lambda *_: False)
-        assert "is its file system read-only?" in health(daemon.ready.http, 503)
+        assert "is its file system read-only?" in wait_health(daemon.ready.http, 503)
         assert client.get_stream([object_key(0)], [SIZE]) == [payload(0, SIZE)], "what is there is served"
     monkeypatch.undo()
-    assert health(daemon.ready.http, 200) == "ok\n"
+    assert wait_health(daemon.ready.http, 200) == "ok\n"
 
 
 def test_a_medium_that_only_answers_with_errors_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

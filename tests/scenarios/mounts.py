@@ -1,8 +1,11 @@
-"""File systems of a test's own, with the faults that only real ones have. Skips where none can be mounted."""
+"""File systems of a test's own, with the faults that only real ones have.
+
+Where there is no program or no right to make one, the test is skipped and says why. They go whatever becomes of the
+test: one that a process still uses is out of the tree at once, and ends with the process.
+"""
 
 from __future__ import annotations
 
-import contextlib
 import os
 import shutil
 import subprocess
@@ -26,10 +29,10 @@ class Disk:
 
     def fail_inside(self) -> None:
         """The file system finds an error in itself, and does what its mount option ``errors=`` says."""
-        trigger = Path("/sys/fs/ext4") / Path(self.device).name / "trigger_fs_error"
-        if not trigger.exists():
-            pytest.skip("this kernel cannot be told to find an error in a file system")
-        trigger.write_text("1")
+        try:
+            (Path("/sys/fs/ext4") / Path(self.device).name / "trigger_fs_error").write_text("1")
+        except OSError as error:
+            pytest.skip(f"this kernel cannot be told to find an error in a file system: {error}")
 
     def lose_from(self, offset: int) -> None:
         """Nothing behind ``offset`` of the device can be read any more, but for what a cache has."""
@@ -42,6 +45,7 @@ class Disk:
     @contextmanager
     def frozen(self) -> Iterator[None]:
         """As a backup freezes it: whoever writes waits."""
+        needs("fsfreeze")
         run("fsfreeze", "-f", str(self.folder))
         try:
             yield
@@ -59,8 +63,7 @@ def tmpfs(folder: Path, options: str) -> Iterator[Path]:
 @contextmanager
 def ext4(folder: Path, *, size_bytes: int, options: str) -> Iterator[Disk]:
     """In ``folder``, which is made."""
-    if shutil.which("mkfs.ext4") is None or shutil.which("losetup") is None:
-        pytest.skip("there is no mkfs.ext4(8), or no losetup(8)")
+    needs("mkfs.ext4", "losetup")
     folder.mkdir()
     image = folder / "image"
     with image.open("wb") as file:
@@ -79,19 +82,25 @@ def ext4(folder: Path, *, size_bytes: int, options: str) -> Iterator[Disk]:
 
 @contextmanager
 def mounted(folder: Path, *arguments: str) -> Iterator[None]:
+    needs("mount", "umount")
     folder.mkdir(parents=True, exist_ok=True)
     done = subprocess.run(["mount", *arguments, str(folder)], capture_output=True, text=True, check=False)
     if done.returncode:
-        pytest.skip(f"this cannot be mounted here: {done.stderr.strip()}")
+        pytest.skip(f"this cannot be mounted here: {done.stderr.splitlines()[0]}")
     try:
         yield
     finally:
-        run("umount", str(folder))
+        run("umount", "-l", str(folder))
+
+
+def needs(*programs: str) -> None:
+    for program in programs:
+        if shutil.which(program) is None:
+            pytest.skip(f"there is no {program}(8)")
 
 
 def run(*command: str) -> None:
-    with contextlib.suppress(FileNotFoundError):
-        subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True)
 
 
 def drop_from_cache(files: Iterable[Path]) -> None:

@@ -63,6 +63,7 @@ def test_oe_20_memory_of_a_killed_engine_is_let_go_although_a_child_of_it_lives_
             wait_until(lambda: daemon.metric("hicache_regions") == 0, what="its memory is mapped no longer")
             os.kill(child, 0)
         finally:
+            victim.kill()
             os.kill(child, signal.SIGKILL)
 
 

@@ -42,17 +42,26 @@ def test_a_seed_replays_exactly_in_another_process_and_after_another_life() -> N
     assert blake2b(trace.encode(), digest_size=6).hexdigest() in other.stdout.split()
 
 
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("life", LIVES, ids=lambda life: f"{life.weather}-{life.seed}{'-ranks' * life.ranks}")
 def test_faults_in_the_code_end_lives_that_are_clean_without_them(life: Life) -> None:
-    life.world().run()
-    survivors = [mutant.__name__ for mutant in life.mutants if not _ends(life, mutant)]
+    """Each in one of the first SEEDS_MAX lives: in which, any change of the code may move."""
+    clean: set[int] = set()
+    survivors = []
+    for mutant in life.mutants:
+        seed = next((seed for seed in life.seeds if _ends(life, seed, mutant)), None)
+        if seed is None:
+            survivors.append(mutant.__name__)
+        elif seed not in clean:
+            life.world(seed).run()
+            clean.add(seed)
     assert not survivors
 
 
-def _ends(life: Life, mutant: Mutant) -> bool:
+def _ends(life: Life, seed: int, mutant: Mutant) -> bool:
     with mutant():
         try:
-            life.world().run()
+            life.world(seed).run()
         except Exception:  # whatever tells it first
             return True
     return False
