@@ -44,12 +44,13 @@ class Slab:
         path.touch(mode=0o600)
         self.chunks = max(chunks, before_bytes // CHUNK_BYTES)
         take_space(path, self.chunks * CHUNK_BYTES, capacity_bytes=capacity_bytes, restore_bytes=before_bytes)
-        self._use(_map(path, self.chunks))
+        self._pages = SlabPages(path, _map(path, self.chunks))
 
     def write(self, key: bytes, payload: memoryview, chunk_ids: ChunkIdArray) -> int:
         """Store a payload in these chunks; returns its checksum. Raises OSError where the medium is bad."""
-        self._pages.bring(chunk_ids, to_write=True)
-        mapped, hasher = self._mapped, payload_hasher(key)
+        pages, hasher = self._pages, payload_hasher(key)
+        pages.bring(chunk_ids, to_write=True)
+        mapped = pages.mapped
         source: Bytes = np.frombuffer(payload, dtype=np.uint8)
         for start in range(0, len(chunk_ids), WRITE_PIECE_CHUNKS):
             piece = source[start * CHUNK_BYTES : (start + WRITE_PIECE_CHUNKS) * CHUNK_BYTES]
@@ -67,10 +68,11 @@ class Slab:
     def read(self, key: bytes, target: memoryview, chunk_ids: ChunkIdArray) -> int:
         """Fill ``target`` from these chunks; returns the checksum of what is there then. Ids that are none read others:
         only a payload that verifies is one. Raises BackendError after ``close``, OSError where the medium is bad."""
-        mapped, hasher = self._mapped, payload_hasher(key)
+        pages, hasher = self._pages, payload_hasher(key)
+        mapped = pages.mapped
         if not len(mapped):
             raise BackendError("the backend is closed")
-        self._pages.bring(chunk_ids)
+        pages.bring(chunk_ids)
         filled: Bytes = np.frombuffer(target, dtype=np.uint8)
         for start in range(0, len(chunk_ids), READ_PIECE_CHUNKS):
             piece = filled[start * CHUNK_BYTES : (start + READ_PIECE_CHUNKS) * CHUNK_BYTES]
@@ -89,27 +91,29 @@ class Slab:
 
     def write_sealed(self, payload: memoryview, chunk_ids: ChunkIdArray, sealer: Sealer) -> None:
         """Store a payload in these chunks, encrypted on its way. Raises as ``write``."""
-        self._pages.bring(chunk_ids, to_write=True)
-        mapped, source = self._mapped, payload.cast("B")
+        pages, source = self._pages, payload.cast("B")
+        pages.bring(chunk_ids, to_write=True)
         for number, chunk_id in enumerate(chunk_ids.tolist()):
             piece = source[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
-            sealer.encrypt_into(piece, mapped[chunk_id].data[: len(piece)])
+            sealer.encrypt_into(piece, pages.mapped[chunk_id].data[: len(piece)])
 
     def read_sealed(self, target: memoryview, chunk_ids: ChunkIdArray, opener: Opener) -> None:
         """Fill ``target`` from these chunks, decrypted on the way. As ``read`` otherwise."""
-        mapped, filled = self._mapped, target.cast("B")
+        pages, filled = self._pages, target.cast("B")
+        mapped = pages.mapped
         if not len(mapped):
             raise BackendError("the backend is closed")
-        self._pages.bring(chunk_ids)
+        pages.bring(chunk_ids)
         for number, chunk_id in enumerate(chunk_ids.tolist()):
             piece = filled[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
             opener.decrypt_into(mapped[min(chunk_id, len(mapped) - 1)].data[: len(piece)], piece)
 
     def move(self, chunk_ids: ChunkIdArray, to_ids: ChunkIdArray) -> None:
         """Copy chunks to others. Raises OSError where the medium is bad."""
-        self._pages.bring(chunk_ids)
-        self._pages.bring(to_ids, to_write=True)
-        mapped = self._mapped
+        pages = self._pages
+        pages.bring(chunk_ids)
+        pages.bring(to_ids, to_write=True)
+        mapped = pages.mapped
         for start in range(0, len(chunk_ids), WRITE_PIECE_CHUNKS):
             piece = slice(start, start + WRITE_PIECE_CHUNKS)
             mapped[to_ids[piece]] = mapped[chunk_ids[piece]]
@@ -120,7 +124,7 @@ class Slab:
         before_bytes = self.chunks * CHUNK_BYTES
         take_space(self.path, size_bytes, capacity_bytes=capacity_bytes, restore_bytes=before_bytes)
         try:
-            self._use(_map(self.path, chunks))
+            self._pages = SlabPages(self.path, _map(self.path, chunks))
         except BackendError:
             os.truncate(self.path, before_bytes)
             raise
@@ -128,17 +132,13 @@ class Slab:
 
     def cut(self, chunks: int) -> None:
         """Give the space of the last chunks back. Nobody may touch them from here on."""
-        self._use(_map(self.path, chunks))
+        self._pages = SlabPages(self.path, _map(self.path, chunks))
         self.chunks = chunks
         os.truncate(self.path, chunks * CHUNK_BYTES)
 
     def close(self) -> None:
         """Unmap. Nobody may be inside."""
-        self._use(np.empty((0, CHUNK_BYTES), dtype=np.uint8))
-
-    def _use(self, mapped: Bytes) -> None:
-        self._pages = SlabPages(self.path, mapped)
-        self._mapped = mapped
+        self._pages = SlabPages(self.path, np.empty((0, CHUNK_BYTES), dtype=np.uint8))
 
 
 def _map(path: Path, chunks: int) -> Bytes:

@@ -31,9 +31,9 @@ class SlabPages:
     """
 
     def __init__(self, path: Path, mapped: NDArray[np.uint8]) -> None:
-        """``mapped``: [chunks, CHUNK_BYTES], of the file ``path``; is kept."""
+        """``mapped``: [chunks, CHUNK_BYTES], of the file ``path``."""
         self._path = path
-        self._mapped = mapped  # so that the address stays good
+        self.mapped = mapped  # kept, so that the address stays good
         self._address = mapped.ctypes.data
         self._is_brought: NDArray[np.bool_] = np.zeros(len(mapped), dtype=np.bool_)
 

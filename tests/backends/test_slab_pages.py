@@ -9,13 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import xxhash
 from numpy.typing import NDArray
 
 from hicache.backends import slab_pages
 from hicache.backends.lmdb_layout import CHUNK_BYTES
-from hicache.backends.lmdb_slab import SLAB_NAME
+from hicache.backends.lmdb_slab import SLAB_NAME, Slab
 from hicache.backends.lmdb_store import LmdbBackend
 from hicache.backends.slab_pages import SlabPages
+from hicache.checksum import payload_hasher
+from hicache.errors import BackendError
 from hicache.outcome import Outcome
 from tests.backends.payloads import get, key, payload, put
 
@@ -120,3 +123,21 @@ def test_the_real_call_says_where_a_file_ends(tmp_path: Path) -> None:
     found = [get(backend, key(number), SIZE)[0] for number in range(4)]
     assert found == [Outcome.OK] * 2 + [Outcome.CORRUPT] * 2
     backend.close()
+
+
+def test_what_is_read_while_the_slab_is_closed_comes_from_the_mapping_that_it_began_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    slab = Slab(tmp_path / SLAB_NAME, chunks=4, capacity_bytes=4 * CHUNK_BYTES)
+    ids, target = np.array([3, 1], dtype=np.uint32), bytearray(CHUNK_BYTES + 100)
+    checksum = slab.write(key(1), memoryview(payload(1, len(target))), ids)
+
+    def close_meanwhile(of: bytes) -> xxhash.xxh3_64:
+        slab.close()
+        return payload_hasher(of)
+
+    monkeypatch.setattr("hicache.backends.lmdb_slab.payload_hasher", close_meanwhile)
+    assert slab.read(key(1), memoryview(target), ids) == checksum
+    assert bytes(target) == payload(1, len(target))
+    with pytest.raises(BackendError, match="closed"):
+        slab.read(key(1), memoryview(target), ids)

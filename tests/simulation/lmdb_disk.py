@@ -105,8 +105,8 @@ class LmdbDisk:
             payload, chunk_ids = _payload_and_ids(arguments)
             self._meet_memory(is_read=is_read)
             first = int(chunk_ids[0])
-            if first < len(slab._mapped):
-                held = memoryview(slab._mapped[first].data)[: payload.nbytes]
+            if first < len(slab._pages.mapped):
+                held = memoryview(slab._pages.mapped[first].data)[: payload.nbytes]
                 if is_read:
                     self._faults.spoil(held)
                 elif self._sim.current is not None and self._sim.rng.random() < TORN_SHARE:
