@@ -8,6 +8,9 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
 
 from hicache.daemon.log_stream import PIECE_BYTES, LogStream
 
