@@ -17,9 +17,7 @@ from hicache.notices import Notices
 from hicache.outcome import Outcome
 
 EVICTION_KEYS_MAX = 256  # in one delete of the backend
-AHEAD_OBJECTS = (
-    1024  # that one put removes beyond its own need, so that it waits for some 10 ms however large the store is
-)
+AHEAD_OBJECTS = 1024  # that one put removes beyond its own need: it waits for some 10 ms however large the store is
 SPARE_OBJECTS_PART = 256  # of objects_max: at it so many are evicted beyond what is short
 EVICTION_FAILURES_MAX = 8  # passes in which every delete failed
 
@@ -91,7 +89,10 @@ class Evictor:
             check()
 
     def lower(self, tenant: bytes = NO_TENANT, need_bytes: int = 0) -> int:
-        """Evict a part of what is above the low watermark since the store was above the high one; returns the bytes."""
+        """Evict a part of what is above the low watermark since the store was above the high one; returns the bytes.
+
+        ``tenant`` is whose put has brought it there, if one has just now.
+        """
         if not self._is_lowering:
             return 0
         low_bytes = max(self._low_bytes, min(need_bytes, self._capacity_bytes))
@@ -120,8 +121,9 @@ class Evictor:
         if not self._make_room_in_index(tenant):
             self._notices.warning("objects_max", "as many objects as objects_max allows are kept: no more are stored")
             return False
-        self._is_lowering |= self._above(self._high_bytes) > 0
-        self.lower(tenant, need_bytes)
+        is_above = self._above(self._high_bytes) > 0
+        self._is_lowering |= is_above
+        self.lower(tenant if is_above else NO_TENANT, need_bytes)  # what others left to do costs it nothing of its own
         short_bytes = self._below_floor(need_bytes)
         if short_bytes > 0:
             self.evict(tenant, lambda: self._below_floor(need_bytes))

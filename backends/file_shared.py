@@ -34,6 +34,7 @@ PROTECTED_S = 10.0  # from eviction by anybody, after a lookup
 TOUCH_AFTER_S = 10.0  # a get writes the time of use when the one on the medium is older
 UPKEEP_INTERVAL_S = 10.0
 SETTLE_INTERVAL_S = 600.0  # programs that clean up tell nobody what they have removed
+SETTLE_REST = 10  # times as long as the last walk took, until one that is not because of a lost writer
 UPKEEP_CLOSE_S = 5.0  # what a close waits for a walk
 SAMPLE_FILES = 1024  # among which the least recently used are looked for; all files, when there are fewer
 SAMPLE_SHARE = 4  # one part in so many of a sample may go
@@ -342,19 +343,23 @@ class SharedFileBackend:
         self.orphans_removed += remove_dead_writers(self._unfinished)
         self._peers.refreshed()
         is_old = self._clock() - self._settled_at_s >= SETTLE_INTERVAL_S
-        if self._peers.take_lost() or not self._is_settled or is_old:
+        is_due = (is_old or not self._is_settled) and self._clock() >= self._settle_again_at_s
+        if self._peers.take_lost() or is_due:
             self._settle()
         self._files.fit_spares()
         self._report()
 
     def _settle(self) -> None:
-        """Count everything. What changes meanwhile makes it inexact, and then it is done again."""
+        """Count everything. What changes meanwhile makes it inexact, and then it is done again, after a rest: in a
+        folder that is never quiet it is never exact."""
         self._settled_at_s = self._clock()
         before = self._changes()
         found = self._files.count()
         after = self._changes()
         self._accounts.settle(found, after)
         self._is_settled = before == after
+        ended_s = self._clock()
+        self._settle_again_at_s = ended_s + SETTLE_REST * (ended_s - self._settled_at_s) - UPKEEP_INTERVAL_S
 
     def _changes(self) -> Counts:
         return self._accounts.own.plus(self._peers.refreshed()[0])

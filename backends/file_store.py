@@ -79,8 +79,8 @@ class FileBackend:
         self._is_closed = False
         self._helpers = Helpers("hicache-file")
         self._writes = WriteHealth()
-        self._dropped = LastKeys(LAST_KEYS_MAX)  # until they are stored again: whoever finds them gone after that,
-        # or deletes them once more, may say so when their space has been given back already
+        self._removed = LastKeys(LAST_KEYS_MAX)  # until they are stored again: others who read or delete them just
+        # now find them gone, and may say so when their space has been given back already
         self._unreadable = LastKeys(LAST_KEYS_MAX)  # once: a medium may fail for a moment
         self.keys: TenantKeys | None = None
         self._first_walk: list[StoredBatch] | None = None  # until the first scan, or the first change
@@ -174,7 +174,7 @@ class FileBackend:
                 return self._outcome_of_failed_put(error)
             else:
                 self._writes.took()
-                self._dropped.forget(item.key)
+                self._removed.forget(item.key)
                 self.accounts.add(Counts(1, size_bytes, stored_bytes))
                 return Outcome.OK
             finally:
@@ -235,8 +235,7 @@ class FileBackend:
             self._notices.warning("corrupt", "dropped an object that did not verify")
             with self._lock_of(item.key):
                 self._require_open()
-                # unless another file has taken the name meanwhile
-                self._remove(item.key, path, inode=inode)
+                self._remove(item.key, inode=inode)  # unless another file has taken the name meanwhile
         return outcome
 
     def _drop_unreadable(self, key: bytes) -> Outcome:
@@ -251,7 +250,7 @@ class FileBackend:
                 return Outcome.IO_ERROR
             self._first_walk = None
             self.accounts.add(Counts(-1, -payload_bytes, -stored_bytes_of(payload_bytes)))
-            self._dropped.note(key)
+            self._removed.note(key)
             self._unreadable.forget(key)
         return Outcome.CORRUPT
 
@@ -265,18 +264,18 @@ class FileBackend:
             item.target.cast("B")[:] = own
         return outcome, inode
 
-    def _remove(self, key: bytes, path: str, *, inode: int | None = None) -> Outcome:
+    def _remove(self, key: bytes, *, inode: int | None = None) -> Outcome:
         """Remove an object's file and give its space back; the caller holds the key."""
         self._first_walk = None
         try:
-            payload_bytes = self._files.remove(path, inode=inode)
+            payload_bytes = self._files.remove(self.tree.path_of(key), inode=inode)
         except OSError as error:
             self._notices.warning("delete", "a delete failed: %s", error)
             return Outcome.IO_ERROR
         if payload_bytes is None:
             return Outcome.ABSENT
         self.accounts.add(Counts(-1, -payload_bytes, -stored_bytes_of(payload_bytes)))
-        self._dropped.note(key)
+        self._removed.note(key)
         return Outcome.OK
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
@@ -297,13 +296,13 @@ class FileBackend:
             return Outcome.ABSENT
         with self._lock_of(key):
             self._require_open()
-            return self._remove(key, self.tree.path_of(key))
+            return self._remove(key)
 
     def forget(self, gone: Sequence[tuple[bytes, int]]) -> None:
         """See ``Backend.forget``."""
         for key, size_bytes in gone:
             with self._lock_of(key):
-                if key not in self._dropped:
+                if key not in self._removed:
                     self.accounts.add(Counts(-1, -size_bytes, -stored_bytes_of(size_bytes)))
 
     def touch(self, used: Sequence[tuple[bytes, float]]) -> None:

@@ -44,6 +44,7 @@ class WriterFolder:
         self._alive = root
         self._folder = root
         self._numbers = itertools.count()
+        self._told = self._told_before = Counts()  # in all, and under names that are gone, which others still count
 
     def new_path(self) -> str:
         """A name that nobody has used. Raises OSError when there is no room for the folder."""
@@ -60,6 +61,7 @@ class WriterFolder:
                 self._calls.make_folder(str(self._folder))
                 return
             self._let_go()
+            self._told_before = self._told
             self._make()
 
     @property
@@ -73,7 +75,8 @@ class WriterFolder:
             if self._fd is None:
                 self._make()
             assert self._fd is not None
-            os.pwrite(self._fd, _REPORT.pack(*changes, spare_bytes), 0)
+            self._told = changes
+            os.pwrite(self._fd, _REPORT.pack(*changes.minus(self._told_before), spare_bytes), 0)
 
     def _make(self) -> None:
         self._calls.make_folder(str(self._root))

@@ -34,7 +34,7 @@ class StoreFiles:
         self.env = env
         self.slab = slab
         self.marker = marker
-        self._directory = directory
+        self.directory = directory
         self._lock = lock
         self._pid = os.getpid()
 
@@ -42,7 +42,7 @@ class StoreFiles:
         """From here on the map changes: only a clean close, or the page cache of this boot, keeps what is in it."""
         in_use = msgspec.structs.replace(self.marker, version=STORE_VERSION, boot_id=current_boot_id(), is_clean=False)
         if in_use != self.marker:
-            write_marker(self._directory, in_use)
+            write_marker(self.directory, in_use)
             self.marker = in_use
 
     def problem(self) -> str:
@@ -66,12 +66,12 @@ class StoreFiles:
         self.slab.close()
         try:
             deadline_s = time.monotonic() + sync_budget_s
-            if all(_sync(self._directory / name, deadline_s) for name in (DATA_NAME, SLAB_NAME)):
-                write_marker(self._directory, msgspec.structs.replace(self.marker, is_clean=True))
+            if all(_sync(self.directory / name, deadline_s) for name in (DATA_NAME, SLAB_NAME)):
+                write_marker(self.directory, msgspec.structs.replace(self.marker, is_clean=True))
             else:
-                logger.warning("%s was not flushed within %s s: a reboot empties it", self._directory, sync_budget_s)
+                logger.warning("%s was not flushed within %s s: a reboot empties it", self.directory, sync_budget_s)
         except OSError as error:
-            logger.warning("%s could not be marked as closed, a reboot empties it: %s", self._directory, error)
+            logger.warning("%s could not be marked as closed, a reboot empties it: %s", self.directory, error)
         finally:
             self._lock.release()
 

@@ -104,7 +104,7 @@ class Resizing:
                 if self._index.is_still(key, raw):
                     self._slab.move(leaving, allocated)
                     is_moved = self._index.replace(key, raw, moved)
-            except lmdb.Error as error:
+            except (lmdb.Error, OSError) as error:
                 logger.warning("an object could not be moved: %s", error)
             finally:
                 if is_moved:

@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hicache.backends.lmdb_layout import CHUNK_BYTES, ChunkIdArray
+from hicache.backends.slab_pages import SlabPages
 from hicache.backends.space import take_space
 from hicache.checksum import payload_hasher
 from hicache.errors import BackendError
@@ -43,10 +44,11 @@ class Slab:
         path.touch(mode=0o600)
         self.chunks = max(chunks, before_bytes // CHUNK_BYTES)
         take_space(path, self.chunks * CHUNK_BYTES, capacity_bytes=capacity_bytes, restore_bytes=before_bytes)
-        self._mapped = _map(path, self.chunks)
+        self._use(_map(path, self.chunks))
 
     def write(self, key: bytes, payload: memoryview, chunk_ids: ChunkIdArray) -> int:
-        """Store a payload in these chunks; returns its checksum."""
+        """Store a payload in these chunks; returns its checksum. Raises OSError where the medium is bad."""
+        self._pages.bring(chunk_ids, to_write=True)
         mapped, hasher = self._mapped, payload_hasher(key)
         source: Bytes = np.frombuffer(payload, dtype=np.uint8)
         for start in range(0, len(chunk_ids), WRITE_PIECE_CHUNKS):
@@ -64,10 +66,11 @@ class Slab:
 
     def read(self, key: bytes, target: memoryview, chunk_ids: ChunkIdArray) -> int:
         """Fill ``target`` from these chunks; returns the checksum of what is there then. Ids that are none read others:
-        only a payload that verifies is one. Raises BackendError after ``close``."""
+        only a payload that verifies is one. Raises BackendError after ``close``, OSError where the medium is bad."""
         mapped, hasher = self._mapped, payload_hasher(key)
         if not len(mapped):
             raise BackendError("the backend is closed")
+        self._pages.bring(chunk_ids)
         filled: Bytes = np.frombuffer(target, dtype=np.uint8)
         for start in range(0, len(chunk_ids), READ_PIECE_CHUNKS):
             piece = filled[start * CHUNK_BYTES : (start + READ_PIECE_CHUNKS) * CHUNK_BYTES]
@@ -85,7 +88,8 @@ class Slab:
         return hasher.intdigest()
 
     def write_sealed(self, payload: memoryview, chunk_ids: ChunkIdArray, sealer: Sealer) -> None:
-        """Store a payload in these chunks, encrypted on its way."""
+        """Store a payload in these chunks, encrypted on its way. Raises as ``write``."""
+        self._pages.bring(chunk_ids, to_write=True)
         mapped, source = self._mapped, payload.cast("B")
         for number, chunk_id in enumerate(chunk_ids.tolist()):
             piece = source[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
@@ -96,12 +100,15 @@ class Slab:
         mapped, filled = self._mapped, target.cast("B")
         if not len(mapped):
             raise BackendError("the backend is closed")
+        self._pages.bring(chunk_ids)
         for number, chunk_id in enumerate(chunk_ids.tolist()):
             piece = filled[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
             opener.decrypt_into(mapped[min(chunk_id, len(mapped) - 1)].data[: len(piece)], piece)
 
     def move(self, chunk_ids: ChunkIdArray, to_ids: ChunkIdArray) -> None:
-        """Copy chunks to others."""
+        """Copy chunks to others. Raises OSError where the medium is bad."""
+        self._pages.bring(chunk_ids)
+        self._pages.bring(to_ids, to_write=True)
         mapped = self._mapped
         for start in range(0, len(chunk_ids), WRITE_PIECE_CHUNKS):
             piece = slice(start, start + WRITE_PIECE_CHUNKS)
@@ -113,7 +120,7 @@ class Slab:
         before_bytes = self.chunks * CHUNK_BYTES
         take_space(self.path, size_bytes, capacity_bytes=capacity_bytes, restore_bytes=before_bytes)
         try:
-            self._mapped = _map(self.path, chunks)
+            self._use(_map(self.path, chunks))
         except BackendError:
             os.truncate(self.path, before_bytes)
             raise
@@ -121,13 +128,17 @@ class Slab:
 
     def cut(self, chunks: int) -> None:
         """Give the space of the last chunks back. Nobody may touch them from here on."""
-        self._mapped = _map(self.path, chunks)
+        self._use(_map(self.path, chunks))
         self.chunks = chunks
         os.truncate(self.path, chunks * CHUNK_BYTES)
 
     def close(self) -> None:
         """Unmap. Nobody may be inside."""
-        self._mapped = np.empty((0, CHUNK_BYTES), dtype=np.uint8)
+        self._use(np.empty((0, CHUNK_BYTES), dtype=np.uint8))
+
+    def _use(self, mapped: Bytes) -> None:
+        self._pages = SlabPages(self.path, mapped)
+        self._mapped = mapped
 
 
 def _map(path: Path, chunks: int) -> Bytes:

@@ -32,6 +32,7 @@ from hicache.backends.lmdb_open import StoreFiles, open_files
 from hicache.backends.lmdb_resize import Resizing
 from hicache.backends.lmdb_space import ChunkSpace, KeyClaims
 from hicache.backends.store_keys import open_keys
+from hicache.backends.write_health import WriteHealth
 from hicache.errors import BackendError, ConfigError
 from hicache.notices import Notices
 from hicache.outcome import Outcome
@@ -72,6 +73,7 @@ class LmdbBackend:
         self._notices = Notices(logging.getLogger(__name__))
         self._claims = KeyClaims()
         self._helpers = Helpers("hicache-lmdb")
+        self._writes = WriteHealth()
         self._space = ChunkSpace(
             ChunkIds(_chunks_max(capacity_bytes), end=files.slab.chunks, used=loaded.chunk_ids),
             capacity_bytes=capacity_bytes,
@@ -132,9 +134,8 @@ class LmdbBackend:
                 if is_claimed:
                     self._put_some(items, positions, outcomes)
                 else:
-                    self._fail_put(
-                        TimeoutError(f"another put of a key did not end in {CLAIM_WAIT_S} s"), positions, outcomes
-                    )
+                    error = TimeoutError(f"another put of a key did not end in {CLAIM_WAIT_S} s")
+                    self._fail_put(error, positions, outcomes)
         if len(first_of) < len(items):
             _copy_to_duplicates(items, first_of, outcomes)
         return outcomes
@@ -187,6 +188,7 @@ class LmdbBackend:
         for position in stored:
             outcomes[position] = Outcome.OK
             del writing[position]
+        self._writes.took()
         self._space.added([items[position].payload.nbytes for position in stored])
 
     def _write_payload(self, item: PutItem, chunk_ids: ChunkIdArray) -> tuple[int, bytes]:
@@ -199,6 +201,7 @@ class LmdbBackend:
 
     def _fail_put(self, error: Exception, positions: list[int], outcomes: list[Outcome]) -> None:
         self._notices.warning("put", "a put failed: %s", error)
+        self._writes.failed(error)
         for position in positions:
             outcomes[position] = Outcome.IO_ERROR
 
@@ -249,13 +252,17 @@ class LmdbBackend:
 
     def _is_filled(self, key: bytes, target: memoryview, record: IndexRecord) -> bool:
         """Whether ``target`` has just what was stored."""
-        if self._sealing is None:
-            return self._slab.read(key, target, record.chunk_ids) == record.checksum
-        opener = self._sealing.opener(key, record.size_bytes, record.seal)
-        if opener is None:
+        try:
+            if self._sealing is None:
+                return self._slab.read(key, target, record.chunk_ids) == record.checksum
+            opener = self._sealing.opener(key, record.size_bytes, record.seal)
+            if opener is None:
+                return False
+            self._slab.read_sealed(target, record.chunk_ids, opener)
+            return opener.is_genuine()
+        except OSError as error:
+            self._notices.warning("get", "a get failed: %s", error)
             return False
-        self._slab.read_sealed(target, record.chunk_ids, opener)
-        return opener.is_genuine()
 
     def contains(self, keys: Sequence[bytes]) -> list[bool]:
         """See ``Backend.contains``."""
@@ -332,7 +339,7 @@ class LmdbBackend:
 
     def problem(self) -> str:
         """See ``Backend.problem``."""
-        return self._files.problem()
+        return self._files.problem() or self._writes.problem(self._files.directory)
 
     def stored_bytes(self, size_bytes: int) -> int:
         """See ``Backend.stored_bytes``."""

@@ -157,7 +157,10 @@ class BulkSocket:
             raise
         except (RuntimeError, QueueFull) as error:
             session.disconnect(bulk)
-            refusal = Refusal(RefusalCode.TOO_MANY_CALLS, f"hicached {error}: {THREAD_LIMITS}")
+            reason = (
+                str(error) or "can't start new thread"
+            )  # not even the one that starts them, or too many wait for it
+            refusal = Refusal(RefusalCode.TOO_MANY_CALLS, f"hicached {reason}: {THREAD_LIMITS}")
             self._notices.error("threads", "a bulk connection was refused: %s", refusal)
             connection.setblocking(False)
             await say(connection, refused(refusal))

@@ -122,7 +122,8 @@ class SocketFiles:
 
     def note(self, path: str) -> None:
         """A socket listens at ``path``."""
-        with contextlib.suppress(OSError):  # passed by somebody who sees other folders than we do
+        # It was passed by somebody who sees other folders than we do, or has an abstract name and no file.
+        with contextlib.suppress(OSError, ValueError):
             self._files[path] = os.stat(path)
 
     def remove(self, path: str) -> None:
@@ -135,15 +136,21 @@ class SocketFiles:
         """Within it a library may remove files of these sockets, as gRPC does with its own, whoever made what is there:
         what somebody else has made is put back."""
         others = [path for path, found in self._files.items() if os.path.exists(path) and not _is_there(path, found)]
-        kept = [(f"{path}.kept", path) for path in others]
-        with contextlib.suppress(OSError):
-            for aside, path in kept:
-                os.link(path, aside)
-        yield
-        for aside, path in kept:
+        kept: list[tuple[str, str]] = []
+        for path in others:
+            aside = f"{path}.kept"
             with contextlib.suppress(OSError):
-                os.rename(aside, path)  # does nothing where both are the same file
-                os.unlink(aside)
+                os.unlink(aside)  # left by a kill at this point
+            with contextlib.suppress(OSError):
+                os.link(path, aside)
+                kept.append((aside, path))
+        try:
+            yield
+        finally:
+            for aside, path in kept:
+                with contextlib.suppress(OSError):
+                    os.rename(aside, path)  # does nothing where both are the same file
+                    os.unlink(aside)
 
     def problem(self) -> str:
         """Why clients cannot connect, for people; empty: they can."""

@@ -20,7 +20,7 @@ class LogStream:
         self._descriptor = descriptor
         self._poll = select.poll()
         self._poll.register(descriptor, select.POLLOUT)
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is collected as garbage in the middle of a line may log, too
         self._lost_count = 0
         self._is_within_line = False
 

@@ -34,7 +34,7 @@ NO_DELAY = Delay(0.0, 0.0)
 
 
 class LoopDelay(Collector):
-    """Ticks in the event loop from ``start`` to ``stop``. Event loop only.
+    """Ticks in the event loop from ``start`` to ``stop``. Event loop only, but for ``collect``.
 
     The kernel says how long the loop's thread waited for a core: that is of the machine's making. The rest is the
     daemon's own: what ran in the loop meanwhile, or other threads that kept the interpreter to themselves.
@@ -73,7 +73,7 @@ class LoopDelay(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """See docs/metrics.md."""
-        yield histogram("hicache_loop_delay_seconds", "How late the event loop is.", (), {(): self.delays})
+        yield histogram("hicache_loop_delay_seconds", "How late the event loop is.", (), {(): self.delays.copy()})
         name, text = "hicache_loop_core_wait_seconds", "How long the event loop could run and had no core."
         yield counter(name, text, (), {(): self.core_wait_s})
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
@@ -23,13 +23,15 @@ from hicache.daemon.health import Health
 from hicache.daemon.http import CONNECTIONS_MAX, HttpServer
 from hicache.daemon.listeners import Listeners
 from hicache.daemon.memory_socket import STRANGE_QUEUE_MAX, MemorySocket
-from hicache.daemon.metrics import BackendNumbers, Metrics, Readings
+from hicache.daemon.metrics import BackendNumbers, Metrics, Reading, Readings
 from hicache.daemon.miss_watch import MissWatch
 from hicache.daemon.page import Page
 from hicache.daemon.peers import PeerTickets
 from hicache.daemon.probes import Probes
 from hicache.daemon.rates import TenantRates
 from hicache.daemon.readings import (
+    Last,
+    LookReadings,
     rate_readings,
     session_readings,
     store_readings,
@@ -45,7 +47,7 @@ from hicache.daemon.socket_lock import SocketLock
 from hicache.daemon.status_feed import StatusFeed
 from hicache.daemon.stopping import Stopping
 from hicache.daemon.storage import STUCK_S, Storage, Store
-from hicache.daemon.store_look import StoreLook, StoreLooks
+from hicache.daemon.store_look import StoreLooks
 from hicache.daemon.tenant_bounds import inflight_budgets, region_budget, tenant_sessions_max
 from hicache.daemon.tenants import Tenants
 from hicache.daemon.tls import ServerTls
@@ -156,12 +158,12 @@ def measure_storage(metrics: Metrics, storage: Storage, opened: OpenedStore, ten
     """Has /metrics show the storage. Returns what is refreshed before each scrape."""
     looks = StoreLooks(storage, tenants, opened.look)
 
-    def last() -> StoreLook:
-        return looks.last
+    def of_look(last: Last) -> Iterator[Reading]:
+        yield from store_readings(last, is_indexed=opened.store.is_indexed)
+        yield from tenant_readings(last, lambda: tenants.named, metrics.tenant_labels)
 
-    of_store = store_readings(last, is_indexed=opened.store.is_indexed)
-    metrics.registry.register(Readings((*thread_readings(storage), *of_store)))
-    metrics.registry.register(Readings(tenant_readings(last, lambda: tenants.named, metrics.tenant_labels)))
+    metrics.registry.register(Readings(thread_readings(storage)))
+    metrics.registry.register(LookReadings(lambda: looks.last, of_look))
     metrics.registry.register(Readings(window_readings(metrics.ceiling)))
     metrics.registry.register(BackendNumbers(opened.store.numbers))
     return looks

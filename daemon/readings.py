@@ -7,9 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from prometheus_client.core import Metric
+from prometheus_client.registry import Collector
+
 from hicache.backends.store_stats import Held, Holds, Operation, StoreStats, TenantStats
 from hicache.ceiling import Ceiling
-from hicache.daemon.metrics import Reading, Values
+from hicache.daemon.metrics import Reading, Readings, Values
 from hicache.daemon.rates import TenantRates
 from hicache.daemon.sessions import Sessions
 from hicache.daemon.storage import Storage
@@ -19,6 +22,19 @@ from hicache.daemon.tenants import Tenant
 from hicache.daemon.tls import ServerTls
 
 Last = Callable[[], StoreLook]  # what the store said last
+
+
+class LookReadings(Collector):
+    """Exports readings of one look at the store, also where another one is taken while they are read."""
+
+    def __init__(self, last: Last, readings: Callable[[Last], Iterator[Reading]]) -> None:
+        self._last = last
+        self._readings = readings
+
+    def collect(self) -> Iterator[Metric]:
+        """One family for each reading."""
+        look = self._last()
+        return Readings(self._readings(lambda: look)).collect()
 
 
 def session_readings(sessions: Sessions) -> Iterator[Reading]:
@@ -54,7 +70,7 @@ def thread_readings(storage: Storage) -> Iterator[Reading]:
 
 
 def store_readings(last: Last, *, is_indexed: bool) -> Iterator[Reading]:
-    """Space, and what became of objects. All of one look at the store, so that the sums of StoreStats hold."""
+    """Space, and what became of objects: of one look, for LookReadings, so that the sums of StoreStats hold."""
     yield _of_look(last, "hicache_store_capacity_bytes", "Capacity.", lambda look: look.usage.capacity_bytes)
     yield _of_look(last, "hicache_store_used_bytes", "Space used, with overhead.", lambda look: look.usage.stored_bytes)
     holds: tuple[tuple[str, str, Callable[[Holds], int]], ...] = (
@@ -239,12 +255,16 @@ def rate_readings(
         ("limit",),
         is_counter=True,
     )
+
+    def by_tenant() -> Values:
+        known = dict(rates)
+        refused = {tenant.name: known[tenant].refusals.total() for tenant in named() if tenant in known}
+        return labels.counters("refusals", refused)
+
     yield Reading(
         "hicache_tenant_rate_refusals",
         "Calls and objects of a tenant refused for its rates.",
-        lambda: labels.counters(
-            "refusals", {tenant.name: rates[tenant].refusals.total() for tenant in named() if tenant in rates}
-        ),
+        by_tenant,
         ("tenant",),
         is_counter=True,
     )

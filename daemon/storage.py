@@ -69,7 +69,7 @@ class Store(Protocol):
         ...
 
     def sweep(self) -> int:
-        """Removes some of what has expired, and returns how many."""
+        """Removes some of what has to go without a put that needs the room; 0: there is nothing of it."""
         ...
 
     def get_into(self, items: Sequence[GetItem]) -> list[Outcome]:

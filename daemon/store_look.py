@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import heapq
 import time
@@ -44,7 +45,7 @@ class StoreLook:
         The tenants are asked for in parts, so that nobody waits for the store's lock for all of them.
         """
         settings = settings or {}
-        usage, stats, tenants = store.usage(), store.stats(), list(settings)
+        at_s, usage, stats, tenants = clock(), store.usage(), store.stats(), list(settings)
         of_tenants: list[TenantStats] = []
         for start in range(0, len(tenants), TENANTS_AT_ONCE):
             of_tenants += store.tenant_stats([tenant.digest for tenant in tenants[start : start + TENANTS_AT_ONCE]])
@@ -53,7 +54,7 @@ class StoreLook:
         def fullness(item: tuple[Tenant, TenantStats]) -> tuple[float, int]:
             return _fullness(settings[item[0]], item[1], usage.capacity_bytes)
 
-        return cls(clock(), usage, stats, by_tenant, heapq.nlargest(TENANTS_SHOWN, by_tenant.items(), key=fullness))
+        return cls(at_s, usage, stats, by_tenant, heapq.nlargest(TENANTS_SHOWN, by_tenant.items(), key=fullness))
 
 
 def _fullness(limits: TenantSettings, used: TenantStats, capacity_bytes: int) -> tuple[float, int]:
@@ -65,17 +66,17 @@ def _fullness(limits: TenantSettings, used: TenantStats, capacity_bytes: int) ->
 
 
 class StoreLooks:
-    """The latest look: taken in a control thread, never in the event loop. Event loop only."""
+    """The latest look: taken in a control thread, never in the event loop. Event loop only, but for ``last``."""
 
     def __init__(self, storage: Storage, tenants: Tenants, first: StoreLook) -> None:
         self.last = first
         self._storage = storage
         self._tenants = tenants
+        self._turn = asyncio.Lock()  # of two looks at a time the earlier one might come last
 
     async def refresh(self) -> None:
         """Looks again. A store that does not answer soon goes on showing its last numbers."""
         look = partial(StoreLook.at, self._storage.store, self._tenants.settings)
         with contextlib.suppress(TimeoutError, QueueFull, BackendError):
-            self.last = max(
-                self.last, await self._storage.ask(look, timeout_s=LOOK_TIMEOUT_S), key=lambda look: look.at_s
-            )
+            async with asyncio.timeout(LOOK_TIMEOUT_S), self._turn:
+                self.last = await self._storage.ask(look, timeout_s=LOOK_TIMEOUT_S)

@@ -128,11 +128,10 @@ class HiCache(CacheFront[Directory]):
         """Build the pools and connect to L3. Never fails when L3 is away, nor waits for it, but as said below.
 
         L1 has ``l1_pages`` and ``l1_state_slots`` of each group, or all groups share ``l1_bytes``.
-        ``l3`` is an address (``unix:///run/hicached/hicached.sock``, ``tcp://host:port``), a backend to open in this
-        process (``lmdb:///path``, ``file:///path``, of ``l3_capacity_bytes``), or None. ``salt`` keeps what the
-        engine's own tenants may not share apart; ``token`` is what hicached knows the engine by. ``copies`` is the back
-        end between L1 and L2: ``reference``, ``direct``, ``kernel``, ``staged``, or ``auto``, which measures. All other
-        settings: see CacheSettings.
+        ``l3`` is an address of hicached (``unix:///run/hicached/hicached.sock``, ``tls://host:port?ca=FILE``) or of a
+        backend in this process (``lmdb:///path``, ``file:///path``, of ``l3_capacity_bytes``), or None. ``salt`` keeps
+        apart what the engine's own tenants may not share; ``token`` is what hicached knows the engine by. ``copies``:
+        ``reference``, ``direct``, ``kernel``, ``staged``, or ``auto``, which measures. Others: see CacheSettings.
 
         ``deployment`` names engines that must find each other's state, as a prefill and a decode engine must. While one
         of them is connected, hicached refuses one with another ``spec`` or ``salt``. This call waits for hicached's
@@ -155,6 +154,7 @@ class HiCache(CacheFront[Directory]):
             salt=salt,
             device=device,
         )
+        policies_of(settings.get("eviction", "lru"), settings.get("write_policy", "write_through"))  # before all else
         memory = RankMemory.open(spec, memory_settings, rank=0)
         try:
             return cls(

@@ -13,7 +13,7 @@ from hicache.tenancy import DEFAULT_TENANT
 if TYPE_CHECKING:
     from hicache.client.fault import Fault
 
-DAEMON_SCHEMES = ("unix", "tcp")
+DAEMON_SCHEMES = ("unix", "tcp", "tls")
 EMBEDDED_SCHEMES = ("lmdb", "file", "mooncake")
 CAPACITY_BYTES_DEFAULT = 10 * 1024**3
 
@@ -32,8 +32,8 @@ def open_l3(
 ) -> L3 | None:
     """L3 at ``address``, or None without one.
 
-    - ``unix:///run/hicached.sock``, ``tcp://host:port``: hicached, which ``token`` is for. Connects in the background:
-      a daemon that is away now is used as soon as it is there.
+    - ``unix:///run/hicached.sock``, ``tls://host:port?ca=FILE``, ``tcp://host:port``: hicached, which ``token`` is for.
+      Connects in the background: a daemon that is away now is used as soon as it is there.
     - ``lmdb:///path``, ``file:///path``: a backend in this process, of ``capacity_bytes``, for ``tenant``. Raises
       StorageInUse and BackendError where it cannot be opened.
     - ``mooncake://host:port?name=value``: a client of a Mooncake store in this process, which shares it with all others
@@ -79,7 +79,8 @@ def open_l3(
     raise ConfigError(
         "l3",
         address,
-        "unix:///path/to/socket, tcp://host:port, lmdb:///path, file:///path, mooncake://host:port, or none for no L3",
+        "unix:///path/to/socket, tls://host:port?ca=FILE, tcp://host:port, lmdb:///path, file:///path, "
+        "mooncake://host:port, or none for no L3",
     )
 
 
@@ -93,7 +94,7 @@ def _check_deployment(address: str | None, deployment: str) -> None:
         raise ConfigError(
             "deployment",
             deployment,
-            f"none with l3 = {address!r}: only hicached (unix://, tcp://) compares its engines",
+            f"none with l3 = {address!r}: only hicached (unix://, tls://, tcp://) compares its engines",
         )
 
 

@@ -109,8 +109,8 @@ class Prefetcher:
 
     def _give_up(self, prefetch: Prefetch) -> None:
         """What has not come until now tells how fast L3 is."""
-        if prefetch.looking is not None:
-            self._admission.give_up_lookup(len(prefetch.looking.parts), prefetch.looking.asked_s)
+        if (looking := prefetch.looking) is not None:
+            looking.is_counted = self._admission.give_up_lookup(len(looking.parts), looking.asked_s)
         if prefetch.fetching is not None:
             tokens = self._index.page_tokens
             gain = (prefetch.base_pages * tokens, prefetch.planned_pages * tokens)
@@ -139,7 +139,8 @@ class Prefetcher:
 
     def _looked_up(self, prefetch: Prefetch, parts: Sequence[Part], outcomes: Outcomes) -> None:
         assert prefetch.looking is not None, "asked once, and answered once"
-        self._admission.answered(len(parts), prefetch.looking.asked_s, set(outcomes))
+        if not prefetch.looking.is_counted:
+            self._admission.answered(len(parts), prefetch.looking.asked_s, set(outcomes))
         prefetch.looking = None
         self._stats.count("lookup", (group for _, group in parts), outcomes)
         if prefetch.concluded and not prefetch.is_probe:

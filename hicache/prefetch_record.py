@@ -14,12 +14,13 @@ Part = tuple[int, int]  # (page, group)
 REPLANS_MAX = 2  # a prompt whose objects fail one by one must not be tried for ever
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Lookup:
     """What L3 is asked, and since when."""
 
     parts: Sequence[Part]
     asked_s: float
+    is_counted: bool = False  # as late: one answer does not tell twice that everything has changed
 
 
 @dataclass(slots=True, eq=False)

@@ -42,7 +42,9 @@ class MemorySettings:
         if not isinstance(self.salt, bytes | None):
             raise ConfigError("salt", type(self.salt).__name__, "bytes, or None")
         if self.deployment and self.l3 is None:
-            raise ConfigError("deployment", self.deployment, "an l3 to share, unix:// or tcp://, or no deployment")
+            raise ConfigError(
+                "deployment", self.deployment, "an l3 to share, unix://, tls:// or tcp://, or no deployment"
+            )
         if self.l3 is not None and self.l2_bytes == 0:
             raise ConfigError("l2_bytes", self.l2_bytes, "more than 0 when l3 is set: L3 reads and writes L2 pages")
 

@@ -144,11 +144,13 @@ class ReadAdmission:
         if outcomes <= {Outcome.OK, Outcome.ABSENT, Outcome.DEADLINE}:
             self._costs.moved(LOOKUP, objects, self._now_s() - asked_s)
 
-    def give_up_lookup(self, objects: int, asked_s: float) -> None:
-        """A request has not waited for the answer. If that took longer than answers do, that counts."""
-        expected_s = self._costs.transfer_s(LOOKUP, objects)
-        if expected_s is not None and (seconds := self._now_s() - asked_s) > expected_s:
-            self._costs.moved(LOOKUP, objects, seconds)
+    def give_up_lookup(self, objects: int, asked_s: float) -> bool:
+        """A request has not waited for the answer. If that took longer than answers do, that counts: whether it did."""
+        expected_s, seconds = self._costs.transfer_s(LOOKUP, objects), self._now_s() - asked_s
+        if expected_s is None or seconds <= expected_s:
+            return False
+        self._costs.moved(LOOKUP, objects, seconds)
+        return True
 
     def begin(self, size_bytes: int) -> Fetching:
         """So many bytes are asked for now."""

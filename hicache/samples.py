@@ -33,7 +33,7 @@ METRICS = (
     Metric("tokens_without_state", (), "Tokens whose attention was there and whose window or state was not"),
     Metric("prefetch_found_tokens", (), "Tokens that L3 had beyond L1 and L2"),
     Metric("prefetch_tokens", ("end",), "Tokens found in L3 by what became of them: used, or dropped for a reason"),
-    Metric("prefetch_probes", (), "Fetches for no request, to learn whether loading has begun to pay"),
+    Metric("prefetch_probes", (), "Times that L3 was asked for no request, to learn whether loading has begun to pay"),
     Metric("prefetch_declined", ("reason",), "Requests for which L3 was not asked"),
     Metric("objects", ("leg", "outcome"), "Objects that went, or did not go, over a leg of the store"),
     Metric("bytes", ("leg",), "Payload bytes that went over a leg of the store"),

@@ -14,10 +14,9 @@ from hicache.policies.write import WritePolicy
 class FrontSettings(TypedDict, total=False):
     """Of every cache.
 
-    ``write_policy`` is ``write_through``,
-    ``write_through_selective``, ``write_back``, or one of hicache.policies.write; ``eviction`` a name of
-    hicache.policies.eviction_choice, or what makes such policies; ``read_policy`` a name of hicache.policies.read, or
-    what makes one of costs (docs/policies.md). ``prefetch`` says how long requests wait for L3.
+    ``prefetch`` says how long requests wait for L3. ``write_policy`` is ``write_through``, ``write_through_selective``,
+    ``write_back``, or one of hicache.policies.write; ``eviction`` a name of hicache.policies.eviction_choice, or what
+    makes such policies; ``read_policy`` a name of hicache.policies.read, or what makes one of costs (docs/policies.md).
     """
 
     prefetch: PrefetchPolicy | None

@@ -36,7 +36,7 @@ class DirectoryStats:
     prefetch_in_flight: int = 0
     prefetch_dropped: Counter[str] = field(default_factory=Counter)  # tokens by reason
     prefetch_declined: Counter[str] = field(default_factory=Counter)  # requests by reason
-    prefetch_probes: int = 0  # fetches for nobody, to learn whether loading has begun to pay
+    prefetch_probes: int = 0  # times that L3 was asked for nobody, to learn whether loading has begun to pay
     objects: Counter[str] = field(default_factory=Counter)  # "<leg>.<outcome>", such as "fetch.corrupt"
     bytes_moved: Counter[str] = field(default_factory=Counter)  # payload bytes of the objects that went well, by leg
     skipped: Counter[str] = field(

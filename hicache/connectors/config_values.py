@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import json
 from collections.abc import Mapping, Sequence
 from enum import Enum
@@ -10,6 +11,7 @@ from fractions import Fraction
 from hashlib import blake2b
 from pathlib import Path
 
+from hicache.connectors.checkpoint import fingerprint_path
 from hicache.errors import ConfigError
 from hicache.keys import FieldValue
 
@@ -64,6 +66,14 @@ def _plain_config(name: str, value: Mapping[str, object]) -> object:
 def as_text(value: object) -> str:
     """One text for equal values, and others for others; of what ``plain`` gives."""
     return json.dumps(value, sort_keys=True, separators=(",", ":"))
+
+
+def of_file(value: object) -> object:
+    """What is in the file that ``value`` names; itself where it names none."""
+    try:
+        return ["file", fingerprint_path(Path(value))] if isinstance(value, str) and Path(value).is_file() else value
+    except OSError as error:  # a text that is too long for a name is none; one that cannot be read says nothing
+        return value if error.errno == errno.ENAMETOOLONG else ["file", str(error)]
 
 
 def bounded(name: str, value: object) -> FieldValue:

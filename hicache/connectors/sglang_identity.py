@@ -14,8 +14,10 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from hicache.connectors.checkpoint import fingerprint_adapter, fingerprint_checkpoint, fingerprint_path
-from hicache.connectors.config_values import bounded, plain
+from hicache.connectors.config_values import HF_PROVENANCE, bounded, of_file, plain
 from hicache.connectors.sglang_pools import Part, PoolLayout
 from hicache.connectors.sglang_settings import StorageSettings
 from hicache.errors import ConfigError
@@ -73,7 +75,7 @@ _DRAFT_FILES = ("decrypted_draft_config_file", "uno_lora_path")
 _ENVIRONMENT = re.compile(
     r"SGLANG_\w*(QUANT|FP8|FP4|INT4|W4A|MXFP|F16_ACCUM|DTYPE|DETERMINISTIC|SAGE_ATTENTION|SKIP_SOFTMAX|DENSE|DISABLE_MSA|"
     r"TOPK_FREQ|SIMULATE_\w*EXPERTS|PERTURB|REVERT_PR|KV_LAYOUT|KVCACHE|KV_CACHE_LAYOUT|BOUNDARY_KV|ROPE_CACHE_FP32|"
-    r"IMAGE_MAX_PIXELS|RESIZE_RESAMPLE|EXTERNAL_M)\w*"
+    r"IMAGE_MAX_PIXELS|RESIZE_RESAMPLE|EXTERNAL_M|BF16_DISPATCH|BF16_ROUTER|ONLINE_C|PRESHUFFLE|INDEX_K_PAGE)\w*"
 )
 
 # Of ``load_format``: random numbers, and those that read the files that are there, as they are there.
@@ -84,7 +86,6 @@ _LOCAL_FORMATS = frozenset(
         *("bitsandbytes", "sharded_state", "runai_streamer", "expert_pack"),
     }
 )
-_PROVENANCE = frozenset({"_name_or_path", "name_or_path", "_commit_hash", "transformers_version"})  # of config.json
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,8 +149,14 @@ class EngineIdentity:
         ]
         fields += [(name, _stable(name, getattr(arguments, name, None))) for name in _ARGUMENTS]
         fields += [(name, _content(name, getattr(arguments, name, None), settings)) for name in _FILES]
-        fields += sorted((f"env {name}", value) for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name))
+        fields += [
+            (f"env {name}", bounded(name, of_file(value)))
+            for name, value in sorted(os.environ.items())
+            if _ENVIRONMENT.fullmatch(name)
+        ]
         fields += _adapter_fields(arguments, settings)
+        if torch.version.hip:
+            fields.append(("platform", "hip"))  # its indexers lay out their keys in another order
         return cls(tuple(fields), tuple(_draft_fields(arguments, settings)), settings.salt)
 
     def described(self, anchor: PoolLayout, rank: Rank) -> tuple[tuple[str, FieldValue], ...]:
@@ -238,13 +245,13 @@ def _draft_fields(arguments: Any, settings: StorageSettings) -> Iterator[tuple[s
 
 
 def _content(name: str, path: object, settings: StorageSettings) -> FieldValue:
-    """What is in a file, or in a folder of weights. Raises ConfigError where it is not here, and no ``model_revision``
-    stands for it."""
+    """What is in a file, or in a folder of weights. Raises ConfigError where that cannot be told, and no
+    ``model_revision`` stands for it."""
     if path is None:
         return None
     try:
         return fingerprint_path(Path(str(path)))
-    except OSError as error:
+    except (OSError, ConfigError) as error:
         if settings.model_revision:
             return bounded(name, str(path))
         expected = f"a name of the weights, since what {name} names cannot be read here ({error})"
@@ -269,7 +276,7 @@ def _config_digest(folder: Path | None) -> str | None:
     if folder is None or not (folder / "config.json").is_file():
         return None
     config = json.loads((folder / "config.json").read_text())
-    kept = {name: value for name, value in config.items() if name not in _PROVENANCE}
+    kept = {name: value for name, value in config.items() if name not in HF_PROVENANCE}
     return blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -38,7 +38,7 @@ class StorageSettings:
     ``salt`` and ``token`` are secrets: they are in no namespace descriptor and no log.
     """
 
-    l3: str  # where hicached listens: unix:///path or tcp://host:port
+    l3: str  # where hicached listens: unix:///path, tls://host:port?ca=FILE or tcp://host:port
     token: str = ""  # the tenant, as hicached's token file has it
     salt: str = ""  # engines with different salts find nothing of each other's
     deadline_s: float = DEADLINE_S_DEFAULT  # of one call of the engine, which asks for at most 128 pages
@@ -58,7 +58,9 @@ class StorageSettings:
             if name != "deadline_s" and not isinstance(given.get(name, ""), str):
                 raise ConfigError(name, given[name], "a string")
         if not given.get("l3"):
-            expected = 'where hicached listens, as in "l3": "unix:///run/hicached/hicached.sock" or "tcp://host:port"'
+            expected = (
+                'where hicached listens, as in "l3": "unix:///run/hicached/hicached.sock" or "tls://host:port?ca=FILE"'
+            )
             raise ConfigError("l3", given.get("l3"), expected)
         return cls(
             l3=given["l3"],

@@ -287,7 +287,7 @@ class HiCacheConnector(KVConnectorBase_V1, SupportsHMA):
             _event_groups(self._kv_cache_config, engine),
             page_tokens=self._page_tokens,
             take_changes=cache.take_changes,
-            locality="REMOTE" if address.startswith("tcp://") else "LOCAL",
+            locality="REMOTE" if address.startswith(("tcp://", "tls://")) else "LOCAL",
         )
         if address.startswith(tuple(f"{scheme}://" for scheme in DAEMON_SCHEMES)):
             client = DaemonL3(address, spec=engine.spec, memory=None, token=self._settings.secret)

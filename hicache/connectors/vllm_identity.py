@@ -7,7 +7,6 @@ comes in as ``EngineFacts``. What could fool it: docs/decisions/0035-the-identit
 from __future__ import annotations
 
 import dataclasses
-import errno
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
@@ -17,8 +16,8 @@ from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
-from hicache.connectors.checkpoint import Depth, fingerprint_checkpoint, fingerprint_path
-from hicache.connectors.config_values import HF_PROVENANCE, as_text, bounded, plain
+from hicache.connectors.checkpoint import Depth, fingerprint_checkpoint
+from hicache.connectors.config_values import HF_PROVENANCE, as_text, bounded, of_file, plain
 from hicache.errors import ConfigError
 from hicache.keys import FieldValue, digest_fields
 
@@ -189,7 +188,7 @@ def engine_identity(vllm_config: Any, kv_cache_config: Any, facts: EngineFacts, 
         **dict(_config_pairs(vllm_config)),
         **dict(_kv_cache_pairs(kv_cache_config)),
         **dict(_facts_pairs(facts)),
-        **{f"env.{name}": _of_file(value) for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)},
+        **{f"env.{name}": of_file(value) for name, value in os.environ.items() if _ENVIRONMENT.fullmatch(name)},
     }
     hf_config = vllm_config.model_config.hf_config
     architectures = getattr(hf_config, "architectures", None) or [type(hf_config).__name__]
@@ -312,7 +311,7 @@ def _config_pairs(vllm_config: Any) -> Iterator[tuple[str, object]]:
             for name in names:
                 value = getattr(config, name, _Attribute.ABSENT)
                 stable = plain(f"{part}.{name}", value)
-                yield f"{part}.{name}", _of_file(stable) if name in _FILE_FIELDS else stable
+                yield f"{part}.{name}", of_file(stable) if name in _FILE_FIELDS else stable
     for part in _CONFIGS_WHOLE:
         yield part, plain(part, getattr(vllm_config, part, None))
     model = vllm_config.model_config
@@ -322,14 +321,6 @@ def _config_pairs(vllm_config: Any) -> Iterator[tuple[str, object]]:
     draft = getattr(getattr(vllm_config, "speculative_config", None), "draft_model_config", None)
     if draft is not None:
         yield from _hf_pairs("hf_draft", draft.hf_config)
-
-
-def _of_file(value: object) -> object:
-    """What is in the file that ``value`` names; itself where it names none."""
-    try:
-        return ["file", fingerprint_path(Path(value))] if isinstance(value, str) and Path(value).is_file() else value
-    except OSError as error:  # a text that is too long for a name is none; one that cannot be read says nothing
-        return value if error.errno == errno.ENAMETOOLONG else ["file", str(error)]
 
 
 def _hf_pairs(prefix: str, hf_config: Any) -> Iterator[tuple[str, object]]:

@@ -283,7 +283,8 @@ def _address(settings: Mapping[str, Any]) -> str:
         raise ConfigError(
             "secondary_tiers.l3",
             address,
-            "unix:///path/to/socket or tcp://host:port of a hicached; only a daemon ends every call at its deadline",
+            "unix:///path/to/socket, tls://host:port?ca=FILE or tcp://host:port of a hicached; "
+            "only a daemon ends every call at its deadline",
         )
     for name, allowed in (("locality", ("LOCAL", "REMOTE")), ("weights", DEPTHS)):
         if name in settings and settings[name] not in allowed:

@@ -16,7 +16,7 @@ from hicache.backends.file_accounts import Counts
 from hicache.backends.file_calls import FileCalls
 from hicache.backends.file_layout import object_path, stored_bytes_of
 from hicache.backends.file_settings import FileSettings
-from hicache.backends.file_shared import PROTECTED_S, SharedFileBackend
+from hicache.backends.file_shared import PROTECTED_S, SETTLE_INTERVAL_S, UPKEEP_INTERVAL_S, SharedFileBackend
 from hicache.backends.file_store import FileBackend
 from hicache.backends.file_writer import remove_dead_writers
 from hicache.backends.open import open_backend, open_store
@@ -355,3 +355,27 @@ def test_a_query_that_says_nothing_known_is_a_config_error(directory: Path, quer
 def test_settings_are_read_back_from_their_url() -> None:
     assert FileSettings().url("/store") == "file:///store"
     assert FileSettings(shared=True, direct="on").url("/store") == "file:///store?shared=1&direct=on"
+
+
+def test_a_folder_that_is_never_quiet_is_not_counted_all_the_time(directory: Path) -> None:
+    now_s = 0.0
+    files = FileBackend.open(directory, capacity_bytes=CAPACITY_BYTES, settings=SHARED)
+    backend = SharedFileBackend(files, watermarks=(0.9, 0.95), floor_bytes=0, clock=lambda: now_s)
+    walks: list[float] = []
+    count = files.count
+
+    def slow_count() -> Counts:
+        nonlocal now_s
+        walks.append(now_s)
+        now_s += 60.0
+        assert put(files, (key(len(walks)), b"x")) == [Outcome.OK]
+        return count()
+
+    files.count = slow_count  # type: ignore[method-assign]
+    now_s = SETTLE_INTERVAL_S
+    while now_s < SETTLE_INTERVAL_S + 2000:
+        backend.keep_up()
+        now_s += UPKEEP_INTERVAL_S
+    assert walks == [600.0, 1250.0, 1900.0, 2550.0]
+    assert backend.usage().objects == len(walks)
+    backend.close()

@@ -51,6 +51,23 @@ def small_map(directory: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Lmdb
     backend.close()
 
 
+def test_an_index_that_takes_nothing_is_told_until_it_does(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    backend = LmdbBackend.open(directory, capacity_bytes=16 * MIB)
+
+    def fail(*_: object) -> None:
+        raise lmdb.CorruptedError("a page is damaged")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Index, "add", fail)
+        for number in range(3):
+            assert backend.problem() == ""
+            assert put(backend, (key(number), b"x")) == [Outcome.IO_ERROR]
+        assert backend.problem() == f"{directory} takes no objects: the last 3 could not be written (a page is damaged)"
+    assert put(backend, (key(1), b"x")) == [Outcome.OK]
+    assert backend.problem() == ""
+    backend.close()
+
+
 def test_br_083_deletes_work_in_a_full_map_that_a_stuck_reader_pins_and_puts_after_it_left(
     small_map: LmdbBackend, directory: Path
 ) -> None:

@@ -119,6 +119,21 @@ class TestShares:
         assert rig.present(range(25), OTHER_TENANT) == list(range(25))
         assert rig.present(range(50)) == list(range(50))
 
+    def test_what_others_left_above_the_low_watermark_costs_nobody_within_his_share_anything(
+        self, rig: Rig, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("hicache.backends.eviction.AHEAD_OBJECTS", 2)
+        rig.open()
+        rig.put_each(range(60))
+        rig.store.lookup([key(number) for number in range(50)], lease_s=10.0)
+        rig.put_each(range(30), OTHER_TENANT)
+        rig.put(60)  # crosses the high watermark, and removes a part of what is above the low one
+        rig.put_each(range(30, 36), OTHER_TENANT)
+        while rig.store.sweep():
+            pass
+        assert rig.present(range(36), OTHER_TENANT) == list(range(36))
+        assert rig.present(range(61)) == list(range(50)), "who crossed it has nothing left to give"
+
     def test_a_tenant_that_leases_all_it_puts_keeps_what_it_put_last(self, rig: Rig) -> None:
         rig.open(mine=TenantLimits(weight=2.0), other=TenantLimits())
         rig.put_each(range(60), OTHER_TENANT)

@@ -160,10 +160,14 @@ def test_many_threads_that_wait_for_room_all_get_it(make: Make) -> None:
     assert sum(engine.serve(prompt(3, seed=10 * n + t)).tokens for n in range(4) for t in range(6)) > 0
 
 
-def test_a_write_policy_that_is_none_is_refused_before_anything_is_opened() -> None:
+def test_a_write_policy_that_is_none_is_refused_before_anything_is_opened(tmp_path: Path) -> None:
     spec = CacheSpec("m", "r", (ATTENTION,), page_tokens=PAGE)
+    store = tmp_path / "store"
     with pytest.raises(ConfigError, match="write_around"):
-        HiCache.open(spec, l1_pages=4, write_policy="write_around")
+        HiCache.open(spec, l1_pages=4, l2_bytes=1 << 20, l3=f"file://{store}", write_policy="write_around")
+    assert not store.exists()
+    HiCache.open(spec, l1_pages=4, l2_bytes=1 << 20, l3=f"file://{store}").close()
+    assert store.exists()
 
 
 def test_a_request_that_waits_for_a_copy_that_is_refused_at_once_does_not_wait_for_its_deadline(make: Make) -> None:

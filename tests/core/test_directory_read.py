@@ -10,7 +10,7 @@ from hicache.jobs import LookupJob
 from hicache.policies.read import (
     LoadFacts,
 )
-from hicache.read_admission import PROBE_REST_S_MAX
+from hicache.read_admission import LOOKUP, PROBE_REST_S_MAX
 from tests.core.situations import loaded_pages, prompt
 from tests.core.world import FULL, PAGE, STATE, World
 
@@ -131,3 +131,23 @@ def test_a_request_waits_no_longer_than_computing_would_have_taken() -> None:
     assert live.record.prefetch is not None
     waits_s = live.record.prefetch.give_up_at_s - world.now_s
     assert waits_s == pytest.approx(8 * PAGE * world.token_s, rel=0.3)
+
+
+def test_one_late_answer_is_counted_once_and_changes_nothing_and_two_change_all() -> None:
+    world = slow_world()
+    learn(world, fetch_s=0.01)
+    costs = world.directory.costs
+    for _ in range(8):
+        costs.moved(LOOKUP, 8, 0.001)
+    for late, expected_s in enumerate((0.001, 1.0)):
+        live = world.open(prompt(8, seed=late))
+        world.prefetch(live)
+        assert world.executor.waiting_for(LookupJob)
+        world.now_s += 1.0
+        world.directory.tell_time(world.now_s)
+        world.load(live)
+        world.now_s += 1.0
+        world.run_all()
+        world.release(live)
+        assert costs.transfer_s(LOOKUP, 8) == pytest.approx(expected_s)
+    world.wind_up()

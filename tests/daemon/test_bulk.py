@@ -285,6 +285,25 @@ def test_a_client_that_is_killed_in_the_middle_of_both_ways_leaves_nothing_behin
     assert client.present(KEYS[:2]) == [True, False]
 
 
+@pytest.mark.parametrize("name", ["hicached-bulk-start-0", "hicached-bulk"])
+def test_who_finds_no_thread_is_told_what_to_raise(
+    daemon: ThreadedDaemon, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    start = threading.Thread.start
+
+    def start_others(thread: threading.Thread) -> None:
+        if thread.name == name:
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with Client(daemon.target) as client:
+        monkeypatch.setattr(threading.Thread, "start", start_others)
+        with pytest.raises(Exception, match=r"hicached can't start new thread: raise the limit .*pids\.max"):
+            client.get_stream([object_key(1)], [10])
+        monkeypatch.undo()
+        assert client.get_stream([object_key(1)], [10]) == [Outcome.ABSENT]
+
+
 def test_the_first_answer_to_a_put_says_what_is_there_already(daemon: ThreadedDaemon, client: Client) -> None:
     assert client.put_stream(KEYS[:1], [b"first"]) == [Outcome.OK]
     bulk = client.bulk()

@@ -142,6 +142,9 @@ def drive_calls(daemon: ThreadedDaemon, client: Client, region: int, look: Calla
     waiting = [
         client.begin(client.get, region, keys, [0, 8, 16], [8] * 3) for _ in range(3)
     ]  # one more than there are threads
+    assert daemon.daemon._storage is not None
+    threads = daemon.daemon._storage.bulk.thread_count
+    wait_until(lambda: daemon.metric("hicache_storage_busy_threads") == threads, what="all threads are stuck")
     wait_until(lambda: daemon.metric("hicache_storage_queued_chunks") > 0, what="a chunk waits")
     waiting.append(
         client.begin(client.get, region, [object_key(5)], [0], [PAGE])

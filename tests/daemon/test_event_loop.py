@@ -5,11 +5,19 @@ from __future__ import annotations
 import asyncio
 import json
 import threading
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
+from prometheus_client.core import Metric
 
+from hicache.backends.store_stats import Operation, StoreStats
 from hicache.daemon import loop_delay
 from hicache.daemon.loop_delay import PERIOD_S, PERIODS_MAX, Delay, LoopDelay
+from hicache.daemon.readings import LookReadings, store_readings
+from hicache.daemon.storage import Storage, Store
+from hicache.daemon.store_look import StoreLook, StoreLooks
+from hicache.daemon.tenants import Tenants
 from tests.daemon.client import Client
 from tests.daemon.conftest import ThreadedDaemon
 from tests.daemon.raw_links import object_key
@@ -60,6 +68,54 @@ def test_a_scrape_that_takes_long_holds_up_nobody(daemon: ThreadedDaemon, monkey
     [(status, body)] = told
     assert status == 200
     assert "hicache_ready 1.0" in body
+
+
+def test_a_look_that_began_earlier_never_comes_after_a_later_one(
+    daemon: ThreadedDaemon, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("hicache.daemon.store_look.LOOK_TIMEOUT_S", 60.0)
+    asked, go_on = threading.Event(), threading.Event()
+
+    def stats() -> StoreStats:
+        found = daemon.store.stats()
+        if not asked.is_set():
+            asked.set()
+            assert go_on.wait(30)
+        return found
+
+    store = SimpleNamespace(usage=daemon.store.usage, stats=stats, tenant_stats=daemon.store.tenant_stats)
+    storage = Storage(cast(Store, store), io_threads=1)
+
+    async def scrape_twice() -> list[int]:
+        looks = StoreLooks(storage, Tenants.load(""), StoreLook.at(daemon.store))
+        first = asyncio.create_task(looks.refresh())
+        assert await asyncio.to_thread(asked.wait, 30)
+        daemon.store.lookup([object_key(1)])
+        second = asyncio.create_task(looks.refresh())
+        told = []
+        await asyncio.wait([second], timeout=0.05)  # where it waits for the first, there is nothing to wait for
+        for task in (second, first):
+            told.append(looks.last.stats.asked.get(Operation.LOOKUP, 0))
+            go_on.set()
+            await task
+        return [*told, looks.last.stats.asked.get(Operation.LOOKUP, 0)]
+
+    told = asyncio.run(scrape_twice())
+    assert told == sorted(told), "a counter never falls"
+    assert told[-1] == 1
+    storage.control.close(timeout_s=30)
+
+
+def test_one_scrape_is_of_one_look_at_the_store(daemon: ThreadedDaemon) -> None:
+    looks = [StoreLook.at(daemon.store)]
+    daemon.store.lookup([object_key(1)] * 3)
+    looks.append(StoreLook.at(daemon.store))
+    told: list[Metric] = []
+    readings = LookReadings(lambda: looks[len(told) % 2], lambda last: store_readings(last, is_indexed=True))
+    for family in readings.collect():
+        told.append(family)
+    samples = [sample for family in told for sample in family.samples if sample.labels.get("operation") == "lookup"]
+    assert {sample.value for sample in samples} == {0.0}
 
 
 def clocked(ticks: list[tuple[float, float]]) -> LoopDelay:

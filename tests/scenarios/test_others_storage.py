@@ -14,6 +14,7 @@ import pytest
 from hicache.backends.file_settings import FileSettings
 from hicache.backends.file_shared import SETTLE_INTERVAL_S, SharedFileBackend
 from hicache.backends.file_store import FileBackend
+from hicache.backends.lmdb_slab import SLAB_NAME
 from hicache.backends.open import open_backend
 from hicache.memory_limits import total_memory_bytes
 from hicache.outcome import Outcome
@@ -104,6 +105,14 @@ def test_ot_020_an_object_that_was_dropped_as_corrupt_gives_its_space_back_once(
     assert rig.store.usage().objects == 2
 
 
+def test_ot_020_an_object_that_is_removed_between_its_put_and_its_entry_gives_its_space_back_once(rig: Rig) -> None:
+    """As when a namespace is dropped while one of its objects is being written: it is deleted twice."""
+    fill(rig, 3)
+    assert rig.files.delete([key(1)]) == [Outcome.OK]  # beside the store, which has it in its index
+    assert rig.store.delete([key(1)]) == [Outcome.ABSENT]
+    assert rig.store.usage().objects == rig.files.count().objects == 2
+
+
 def test_ot_020_a_shared_folder_that_was_cleaned_up_takes_as_much_as_before(tmp_path: Path) -> None:
     capacity_bytes = 64 * (1 << 20)
     shared = SharedFileBackend.open(tmp_path, capacity_bytes=capacity_bytes, settings=FileSettings(shared=True))
@@ -141,6 +150,24 @@ def test_ot_021_folders_that_somebody_has_cleaned_up_are_made_again(tmp_path: Pa
     assert len(list((tmp_path / "unfinished").glob("*.alive"))) == 1
     backend.close()
     assert not list((tmp_path / "unfinished").glob("*-*"))
+
+
+def test_ot_021_the_others_count_what_a_writer_has_stored_once_when_its_report_was_cleaned_up(tmp_path: Path) -> None:
+    settings = FileSettings(shared=True)
+    writer, other = (SharedFileBackend.open(tmp_path, capacity_bytes=64 * MIB, settings=settings) for _ in range(2))
+    assert put(writer, *((key(number), payload(number, MIB)) for number in range(40))) == [Outcome.OK] * 40
+    assert writer.delete([key(0)]) == [Outcome.OK]
+    other.keep_up()
+    for path in (tmp_path / "unfinished").iterdir():
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+    other.keep_up()
+    assert put(writer, (key(100), payload(100, MIB))) == [Outcome.OK]
+    other.keep_up()
+    assert other.usage().objects == 40
+    assert put(other, (key(200), payload(200, MIB))) == [Outcome.OK], "and nothing was evicted for it"
+    assert len(object_files(tmp_path)) == 41
+    writer.close()
+    other.close()
 
 
 def test_ot_021_what_a_writer_left_whose_lock_was_cleaned_up_goes_at_the_next_start(tmp_path: Path) -> None:
@@ -238,6 +265,29 @@ def test_ot_025_bad_sectors_under_files_cost_the_objects_on_them(start: Start, t
             assert readable[2] <= sum(client.present([object_key(number) for number in range(40)])) < 40
         assert daemon.process.poll() is None
         disk.whole_again(96 * MIB)
+        daemon.close()
+
+
+def test_ot_025_bad_sectors_under_a_mapped_store_cost_the_objects_on_them(start: Start, tmp_path: Path) -> None:
+    settings: dict[str, object] = {"backend": "lmdb", "path": tmp_path / "store", "object_bytes_max": "1MiB"}
+    daemon = start(**settings)
+    with Client(daemon.target) as client:
+        assert store(client, range(40), MIB) == [Outcome.OK] * 40
+    daemon.close()
+    with ext4(tmp_path / "medium", size_bytes=160 * MIB, options="errors=continue") as disk:
+        slab = tmp_path / "store" / SLAB_NAME
+        shutil.move(slab, disk.folder / SLAB_NAME)
+        slab.symlink_to(disk.folder / SLAB_NAME)
+        daemon = start(**settings)
+        drop_from_cache([disk.folder / SLAB_NAME])
+        disk.lose_from(30 * MIB)
+        with Client(daemon.target) as client:
+            readable = right(client, range(40), MIB)
+            assert 0 < readable < 40
+            assert sum(client.present([object_key(number) for number in range(40)])) == readable
+            assert store(client, range(100, 140), MIB) == [Outcome.OK] * 40, "a sector that is written is a good one"
+            assert right(client, range(100, 140), MIB) > 20
+        assert daemon.process.poll() is None
         daemon.close()
 
 

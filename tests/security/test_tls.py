@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from bench.certificates import Authority
+from hicache import CacheSpec, HiCache, PagedGroup, PrefetchPolicy
 from hicache.client import DaemonL3
 from hicache.client.address import parse_address
 from hicache.client.tls import TlsFiles
@@ -31,6 +32,7 @@ from tests.daemon.rig import ALICE, BOB, DaemonProcess, http_get, settings_in
 from tests.observability.conservation import read_scrape
 from tests.security.conftest import TlsRig
 
+ENGINE = CacheSpec("m", "r", (PagedGroup("attention", (0,), heads=1, head_dim=8, dtype="float32"),), page_tokens=64)
 SIZE = 300_000  # many records of TLS, and a part of one
 NewL3 = Callable[..., DaemonL3]
 
@@ -56,6 +58,37 @@ class TestWhoIsLetIn:
 
     def test_objects_go_and_come_over_tls(self, secure: ThreadedDaemon, rig: TlsRig, new_l3: NewL3) -> None:
         round_trip(new_l3(rig.address(secure.ready.listen, certificate=rig.client), token=ALICE))
+
+    def test_engines_find_each_others_pages_over_tls(
+        self, start_thread: Callable[..., ThreadedDaemon], rig: TlsRig, two_tenants: str
+    ) -> None:
+        """Through the settings that an engine has, and with what only hicached can promise."""
+        daemon = start_thread(tenants_file=two_tenants, **rig.settings())
+        address = rig.address(daemon.ready.listen, certificate=rig.client)
+        with pytest.raises(ConfigError, match="one that hicached at tls://"):
+            HiCache.open(ENGINE, l1_pages=8, l2_bytes=1 << 20, l3=address, token="a-token-of-nobody", deployment="chat")
+        tokens, restored = list(range(300)), []
+        for _ in range(2):
+            with HiCache.open(
+                ENGINE,
+                l1_pages=8,
+                l2_bytes=1 << 20,
+                l3=address,
+                token=ALICE,
+                deployment="chat",
+                prefetch=PrefetchPolicy("wait_complete", threshold_tokens=0),
+            ) as cache:
+                request = cache.match(tokens)
+                cache.prefetch(request)
+                cache.wait(request)
+                loaded = cache.load(request)
+                assert loaded is not None
+                assert cache.extend(request, tokens=300)
+                cache.store(request, computed=256)
+                cache.release(request)
+                assert cache.flush(timeout_s=20)
+                restored.append(loaded.by_source.get("l3", 0))
+        assert restored == [0, 256]
 
     def test_a_token_is_enough_where_the_settings_say_so(
         self, start_thread: Callable[..., ThreadedDaemon], rig: TlsRig, two_tenants: str, new_l3: NewL3
