@@ -179,9 +179,7 @@ def test_every_panel_has_numbers_in_real_scrapes(
         done = subprocess.run(["promtool", "check", "metrics"], input=text, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stdout + done.stderr
     queries = [query.replace("$__rate_interval", "2m").replace("$instance", ".*") for query in dashboard()]
-    nothing = [
-        {"expr": query, "eval_time": "2m", "exp_samples": []} for query in queries
-    ]  # what has numbers is told of
+    nothing = [{"expr": query, "eval_time": "2m", "exp_samples": []} for query in queries]  # else it is told
     test = {"interval": "1m", "input_series": as_series(scrapes), "promql_expr_test": nothing}
     (tmp_path / "test.yml").write_text(json.dumps({"rule_files": [], "evaluation_interval": "1m", "tests": [test]}))
     done = subprocess.run(
@@ -192,4 +190,3 @@ def test_every_panel_has_numbers_in_real_scrapes(
     assert [
         query for query in silent if not any(part in query for part in ONLY_WHEN_SOMETHING_IS_WRONG + ONLY_WITH_TLS)
     ] == []
-    assert len(silent) == 5, silent

@@ -34,6 +34,12 @@ BACKENDS = ["lmdb", "file"]
 
 
 @pytest.fixture
+def tmp_path(folder: Path) -> Path:
+    """Outside of the folders of pytest, which its next runs remove: a mount outlives a test that is killed."""
+    return folder
+
+
+@pytest.fixture
 def rig(tmp_path: Path) -> Iterator[Rig]:
     """An object store over files."""
     rig = Rig(tmp_path / "store")
