@@ -110,7 +110,7 @@ class Resizing:
                 if is_moved:
                     self._space.moved(key, leaving)
                 else:
-                    self._space.give_up([allocated])
+                    self._space.give_up([self._slab.usable(allocated)])
 
     def cut(self, capacity_bytes: int) -> None:
         """Give back what lies behind the capacity and behind everything in use."""

@@ -108,6 +108,10 @@ class Slab:
             piece = filled[number * CHUNK_BYTES : (number + 1) * CHUNK_BYTES]
             opener.decrypt_into(mapped[min(chunk_id, len(mapped) - 1)].data[: len(piece)], piece)
 
+    def usable(self, chunk_ids: ChunkIdArray) -> ChunkIdArray:
+        """Those that are worth another write: a write has failed in the others, whose medium is bad."""
+        return self._pages.usable(chunk_ids)
+
     def move(self, chunk_ids: ChunkIdArray, to_ids: ChunkIdArray) -> None:
         """Copy chunks to others. Raises OSError where the medium is bad."""
         pages = self._pages

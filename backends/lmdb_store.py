@@ -159,7 +159,7 @@ class LmdbBackend:
         try:
             self._write(items, writing, outcomes)
         finally:  # what has been stored is no longer in it
-            self._space.give_up(list(writing.values()))
+            self._space.give_up([self._slab.usable(chunk_ids) for chunk_ids in writing.values()])
 
     def _write(self, items: Sequence[PutItem], writing: dict[int, ChunkIdArray], outcomes: list[Outcome]) -> None:
         """Write and commit; what is stored leaves ``writing``."""

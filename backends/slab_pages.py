@@ -36,6 +36,11 @@ class SlabPages:
         self.mapped = mapped  # kept, so that the address stays good
         self._address = mapped.ctypes.data
         self._is_brought: NDArray[np.bool_] = np.zeros(len(mapped), dtype=np.bool_)
+        self._is_dead = np.zeros_like(self._is_brought)
+
+    def usable(self, chunk_ids: ChunkIdArray) -> ChunkIdArray:
+        """Those that are not known to be dead, for good: nothing can be written there."""
+        return chunk_ids[~self._is_dead.take(chunk_ids, mode="clip")] if self._is_dead.any() else chunk_ids
 
     def bring(self, chunk_ids: ChunkIdArray, *, to_write: bool = False) -> None:
         """Raises OSError where the medium cannot bring a page of these chunks. Ids that are none count as the last one.
@@ -48,11 +53,17 @@ class SlabPages:
             return
         for chunk_id in np.minimum(chunk_ids[~is_brought], len(self._is_brought) - 1).tolist():
             if not self._populate(chunk_id, MADV_POPULATE_WRITE if to_write else MADV_POPULATE_READ):
-                if to_write:
-                    self._zero(chunk_id)
-                if not to_write or not self._populate(chunk_id, MADV_POPULATE_WRITE):
+                self._is_dead[chunk_id] = to_write and not self._is_revived(chunk_id)
+                if not to_write or self._is_dead[chunk_id]:
                     raise OSError(errno.EIO, f"the medium cannot bring chunk {chunk_id}", str(self._path))
             self._is_brought[chunk_id] = True
+
+    def _is_revived(self, chunk_id: int) -> bool:
+        try:
+            self._zero(chunk_id)
+        except OSError:
+            return False
+        return self._populate(chunk_id, MADV_POPULATE_WRITE)
 
     def _populate(self, chunk_id: int, advice: int) -> bool:
         """Whether its pages can be touched. An older kernel cannot say, and then they are."""

@@ -105,6 +105,17 @@ def test_what_is_written_to_a_bad_sector_is_whole_again_or_an_error(directory: P
     backend.close()
 
 
+def test_a_chunk_that_cannot_be_written_stops_no_put_but_one(directory: Path, medium: Medium) -> None:
+    backend = LmdbBackend.open(directory, capacity_bytes=64 * CHUNK_BYTES)
+    assert put(backend, (key(8), payload(8, SIZE))) == [Outcome.OK]
+    medium.bad = {max(medium.asked) + 2}
+    medium.can_be_written = False
+    outcomes = [put(backend, (key(number), payload(number, SIZE)))[0] for number in range(9, 15)]
+    assert outcomes.count(Outcome.IO_ERROR) == 1
+    assert outcomes.count(Outcome.OK) == 5
+    backend.close()
+
+
 def test_a_kernel_that_cannot_be_asked_is_taken_at_its_word(directory: Path, medium: Medium) -> None:
     medium.code = errno.EINVAL
     medium.bad = set(range(64))
