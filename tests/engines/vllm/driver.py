@@ -10,6 +10,7 @@ import gc
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from importlib import import_module
@@ -17,6 +18,8 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from tests.engines.vllm.models import MODELS, folder_of
+
+PUSH_S_MAX = 60.0
 
 Answer = dict[str, Any]  # Any: JSON
 
@@ -99,16 +102,28 @@ class Engine:
         return getattr(import_module(module), name)(self, **arguments)
 
     def stop(self) -> Answer:
-        """End the engine as an operator would, and leave nothing of it in this process."""
+        """End the engine as an operator would, some time after its last request, and leave nothing of it here."""
         from vllm.distributed.kv_transfer.kv_transfer_state import ensure_kv_transfer_shutdown
         from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+        self._push()
         self.llm.llm_engine.engine_core.shutdown()
         ensure_kv_transfer_shutdown()
         self.llm = None
         cleanup_dist_env_and_memory()
         gc.collect()
         return {}
+
+    def _push(self) -> None:
+        """Step on while the connector has something to store, as an engine does that has a process of its own."""
+        from vllm.v1.engine.core_client import InprocClient
+
+        core = self.llm.llm_engine.engine_core
+        until_s = time.monotonic() + PUSH_S_MAX
+        while isinstance(core, InprocClient) and self.scheduler.connector is not None and time.monotonic() < until_s:
+            if not self.scheduler.connector.has_pending_push_work():
+                return
+            core.get_output()
 
     @property
     def scheduler(self) -> Any:

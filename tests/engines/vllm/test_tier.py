@@ -173,7 +173,9 @@ def test_two_ranks_each_get_their_own_part_of_a_row(start: StartDaemon, engine: 
     process.start("llama", tiered(daemon), tensor_parallel_size=2)
     first = process.generate(*asked)
     wait_until(
-        lambda: stored(daemon) == 5, what="its rows are stored: vLLM ends a scheduler in a process without waiting"
+        lambda: stored(daemon) == 5,
+        what="its rows are stored: vLLM ends a scheduler in a process without waiting",
+        within_s=120,
     )
     process.stop()
     process.start("llama", tiered(daemon), tensor_parallel_size=2)
