@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable
 
 import structlog
 
+from hicache.daemon.tasks import end
 from hicache.notices import Notices
 
 HELLO_TIMEOUT_S = 5.0
@@ -56,9 +57,7 @@ class Acceptor:
 
     async def stop(self, *, timeout_s: float) -> None:
         """Stops accepting, gives what is served ``timeout_s`` to end, and cancels the rest."""
-        if self._accepting is not None:
-            self._accepting.cancel()
-            await asyncio.gather(self._accepting, return_exceptions=True)
+        await end(self._accepting)
         if self._tasks:
             await asyncio.wait(self._tasks, timeout=timeout_s)
         for task in list(self._tasks):

@@ -19,6 +19,7 @@ from hicache.daemon.handshakes import Handshakes, is_plain
 from hicache.daemon.peers import PeerTickets
 from hicache.daemon.refusals import Refusal
 from hicache.daemon.sessions import Session, Sessions
+from hicache.daemon.tasks import end
 from hicache.daemon.tls import ServerTls
 from hicache.notices import Notices
 from hicache.wire.bulk import BULK_ACCEPTED, BULK_HELLO, BULK_MAGIC, PEER_MAGIC
@@ -74,9 +75,7 @@ class BulkSocket:
         """Stops accepting and ends every connection."""
         for acceptor in self._acceptors:
             await acceptor.stop(timeout_s=0)
-        if self._watching is not None:
-            self._watching.cancel()
-            await asyncio.gather(self._watching, return_exceptions=True)
+        await end(self._watching)
         self._starting.close(timeout_s=0)
         for session in self._sessions:
             session.end_connections()

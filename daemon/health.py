@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from hicache.daemon.storage import NO_ANSWER, Storage
+from hicache.daemon.tasks import end
 
 ASK_EVERY_S = 0.25
 
@@ -24,10 +25,7 @@ class Health:
 
     async def stop(self) -> None:
         """Ends it. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await end(self._task)
 
     @property
     def problem(self) -> str:

@@ -13,6 +13,7 @@ from typing import NamedTuple
 from prometheus_client.core import Metric
 from prometheus_client.registry import Collector
 
+from hicache.daemon.tasks import end
 from hicache.exposition import counter, histogram
 from hicache.histogram import Histogram
 
@@ -60,10 +61,7 @@ class LoopDelay(Collector):
 
     async def stop(self) -> None:
         """Ends it. Idempotent."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
-            self._task = None
+        await end(self._task)
 
     @property
     def longest(self) -> Delay:

@@ -14,6 +14,7 @@ from hicache.admin.verbs import EVENTS, HISTORY, STATUS
 from hicache.daemon.admin_api import AdminApi, AdminError, Call
 from hicache.daemon.events import SUBSCRIBERS_MAX, EventHub, encode_event
 from hicache.daemon.status import StatusReporter
+from hicache.daemon.tasks import end
 from hicache.notices import Notices
 
 TICK_S = 1.0  # between two events of a subscriber: silence for longer means that the daemon is in trouble
@@ -39,8 +40,7 @@ class StatusFeed:
         """A last status for everybody who listens, and the end of the stream. Idempotent."""
         if self._task is None:
             return
-        self._task.cancel()
-        await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
         self._task = None
         await self._publish_status()
         self.hub.close()

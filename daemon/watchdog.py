@@ -9,6 +9,7 @@ from collections.abc import Callable
 import structlog
 
 from hicache.daemon.service_manager import ServiceManager
+from hicache.daemon.tasks import end
 
 FEEDS_PER_PERIOD = 6  # so a loop that was held up for three quarters of a period is still in time
 # A medium may be slow for a while, and a restart does not make it faster: /healthz says so at once, the watchdog later.
@@ -44,9 +45,7 @@ class Watchdog:
 
     async def stop(self) -> None:
         """Ends it. The manager's watchdog does not run while the service stops."""
-        if self._task is not None:
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        await end(self._task)
 
     async def _feed(self) -> None:
         is_starving = False
