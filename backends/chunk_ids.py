@@ -7,6 +7,9 @@ from array import array
 import numpy as np
 from numpy.typing import NDArray
 
+from hicache.backends.lmdb_layout import CHUNK_BYTES
+from hicache.errors import ConfigError
+
 CHUNK_IDS_MAX = 2**32 - 1  # ids are array("I"): four bytes each
 
 
@@ -65,3 +68,12 @@ class ChunkIds:
             self._is_used = np.concatenate([self._is_used, np.zeros(end - len(self._is_used), dtype=bool)])
         self.end = end
         self._stack_free()
+
+
+def chunks_in(capacity_bytes: int) -> int:
+    """How many chunks there are in so many bytes. Raises ConfigError for none, or more than have ids."""
+    chunks_max = capacity_bytes // CHUNK_BYTES
+    if not 1 <= chunks_max <= CHUNK_IDS_MAX:
+        expected = f"{CHUNK_BYTES} (one chunk) to {CHUNK_IDS_MAX * CHUNK_BYTES}"
+        raise ConfigError("capacity_bytes", capacity_bytes, expected)
+    return chunks_max

@@ -10,7 +10,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from hicache.backends.base import UNKNOWN_TAG
+from hicache.backends.base import UNKNOWN_TAG, WalkedObject
 
 PAGE_BYTES = mmap.PAGESIZE
 CHUNK_BYTES = 64 << 10  # a multiple of every page, and what most objects are a multiple of
@@ -95,3 +95,11 @@ def moving_bytes_for(used_bytes: int) -> int:
     """
     wanted_bytes = min(max(used_bytes // 8, MOVING_BYTES_MIN), MOVING_BYTES_MAX)
     return -(-wanted_bytes // PAGE_BYTES) * PAGE_BYTES
+
+
+def walked_object(key: bytes, raw: bytes) -> WalkedObject:
+    """What ``Backend.walk`` tells of a record: of one that is damaged, its key alone."""
+    record = decode_record(key, raw)
+    if record is None:
+        return WalkedObject(key, 0, 0.0, UNKNOWN_TAG)
+    return WalkedObject(key, record.size_bytes, record.used_at_s, record.namespace_tag)

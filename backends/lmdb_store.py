@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Self
 import lmdb
 
 from hicache.backends.base import (
-    UNKNOWN_TAG,
     GetItem,
     Number,
     PutItem,
@@ -22,18 +21,25 @@ from hicache.backends.base import (
     WalkedObject,
     is_storable_key,
 )
-from hicache.backends.chunk_ids import CHUNK_IDS_MAX, ChunkIds
+from hicache.backends.chunk_ids import ChunkIds, chunks_in
 from hicache.backends.helpers import Helpers
 from hicache.backends.lmdb_env import CLOSE_WAIT_S
 from hicache.backends.lmdb_index import KEYS_PER_TRANSACTION, Found, Index
-from hicache.backends.lmdb_layout import CHUNK_BYTES, ChunkIdArray, IndexRecord, chunk_count, decode_record
+from hicache.backends.lmdb_layout import (
+    CHUNK_BYTES,
+    ChunkIdArray,
+    IndexRecord,
+    chunk_count,
+    decode_record,
+    walked_object,
+)
 from hicache.backends.lmdb_load import LoadedIndex, load_index
 from hicache.backends.lmdb_open import StoreFiles, open_files
 from hicache.backends.lmdb_resize import Resizing
 from hicache.backends.lmdb_space import ChunkSpace, KeyClaims
 from hicache.backends.store_keys import open_keys
 from hicache.backends.write_health import WriteHealth
-from hicache.errors import BackendError, ConfigError
+from hicache.errors import BackendError
 from hicache.notices import Notices
 from hicache.outcome import Outcome
 
@@ -75,7 +81,7 @@ class LmdbBackend:
         self._helpers = Helpers("hicache-lmdb")
         self._writes = WriteHealth()
         self._space = ChunkSpace(
-            ChunkIds(_chunks_max(capacity_bytes), end=files.slab.chunks, used=loaded.chunk_ids),
+            ChunkIds(chunks_in(capacity_bytes), end=files.slab.chunks, used=loaded.chunk_ids),
             capacity_bytes=capacity_bytes,
             objects=sum(len(batch.keys) for batch in loaded.batches),
             payload_bytes=sum(int(batch.sizes_bytes.sum()) for batch in loaded.batches),
@@ -104,7 +110,7 @@ class LmdbBackend:
         Raises StorageInUse, BackendError, ConfigError (a foreign directory, or no room for ``capacity_bytes`` with
         ``floor_bytes`` left free).
         """
-        chunks_max = _chunks_max(capacity_bytes)
+        chunks_max = chunks_in(capacity_bytes)
         files = open_files(directory, chunks_max=chunks_max, floor_bytes=floor_bytes, is_sealed=bool(encryption_keys))
         try:
             loaded = load_index(files)
@@ -325,7 +331,7 @@ class LmdbBackend:
         """See ``Backend.walk``. In the order of the keys."""
         try:
             for records in self._index.records(after=after, prefix=tenant):
-                yield [_walked(key, decode_record(key, raw)) for key, raw in records]
+                yield [walked_object(key, raw) for key, raw in records]
         except lmdb.Error as error:
             raise BackendError(f"the index cannot be read: {error}") from error
 
@@ -360,7 +366,7 @@ class LmdbBackend:
     def resize(self, capacity_bytes: int, *, floor_bytes: int = 0) -> None:
         """See ``Backend.resize``. Space is taken before the store may grow into it, and given back when it shrinks."""
         self._unchanged = None
-        _chunks_max(capacity_bytes)
+        chunks_in(capacity_bytes)
         self._resizing.resize(capacity_bytes, floor_bytes=floor_bytes)
 
     def close(self) -> None:
@@ -379,20 +385,6 @@ class LmdbBackend:
                     raise BackendError(f"puts did not end within {CLOSE_WAIT_S} s")
                 self._helpers.close()
                 self._files.close(sync_budget_s=SYNC_BUDGET_S)
-
-
-def _walked(key: bytes, record: IndexRecord | None) -> WalkedObject:
-    if record is None:
-        return WalkedObject(key, 0, 0.0, UNKNOWN_TAG)
-    return WalkedObject(key, record.size_bytes, record.used_at_s, record.namespace_tag)
-
-
-def _chunks_max(capacity_bytes: int) -> int:
-    chunks_max = capacity_bytes // CHUNK_BYTES
-    if not 1 <= chunks_max <= CHUNK_IDS_MAX:
-        expected = f"{CHUNK_BYTES} (one chunk) to {CHUNK_IDS_MAX * CHUNK_BYTES}"
-        raise ConfigError("capacity_bytes", capacity_bytes, expected)
-    return chunks_max
 
 
 def _copy_to_duplicates(items: Sequence[PutItem], first_of: dict[bytes, int], outcomes: list[Outcome]) -> None:

@@ -14,12 +14,13 @@ import numpy as np
 
 from hicache.backends.attempt import Abandoned, Attempt
 from hicache.backends.base import Backend, GetItem, Number, PutItem, Usage, WalkedObject
-from hicache.backends.catalog import Catalog, Read, tenant_of
+from hicache.backends.catalog import Catalog, tenant_of
 from hicache.backends.events import Removal, Subscription
 from hicache.backends.eviction import Evictor
 from hicache.backends.key_table import NO_SLOT
 from hicache.backends.leases import NO_LEASE
 from hicache.backends.puts import Puts
+from hicache.backends.reads import Reads
 from hicache.backends.recency_writer import RecencyWriter
 from hicache.backends.store_stats import Cause, Holds, Operation, StoreStats, TenantStats
 from hicache.backends.tenant_limits import StoreLimits
@@ -101,6 +102,7 @@ class ObjectStore:
             delete=self.delete,
             clock=clock,
         )
+        self._reads = Reads(backend, self._catalog)
         self._recency = RecencyWriter(backend, self._catalog, clock=clock)
         self._is_closed = False
         self._pid = os.getpid()
@@ -190,49 +192,13 @@ class ObjectStore:
 
     def get_into(self, items: Sequence[GetItem]) -> list[Outcome]:
         """See ``Backend.get_into``. Counts as use."""
-        outcomes = self._read(items, Operation.GET)
+        outcomes = self._reads.read(items, Operation.GET)
         self._recency.write_when_due()
         return outcomes
 
     def verify(self, items: Sequence[GetItem]) -> list[Outcome]:
         """As ``get_into``, without counting as use: what is corrupt is dropped, and the order of eviction stays."""
-        return self._read(items, Operation.VERIFY)
-
-    def _read(self, items: Sequence[GetItem], operation: Operation) -> list[Outcome]:
-        with self._lock:
-            known = self._catalog.find([item.key for item in items])
-            reading = Read({item.key for item, is_known in zip(items, known, strict=True) if is_known})
-            self._catalog.reads.append(reading)
-            self._catalog.counters.begin(operation, len(items))
-        outcomes = [Outcome.IO_ERROR] * len(items)
-        lost: list[tuple[bytes, int]] = []
-        try:
-            read = iter(self._backend.get_into([item for item, is_known in zip(items, known, strict=True) if is_known]))
-            outcomes = [next(read) if is_known else Outcome.ABSENT for is_known in known]
-        finally:
-            with self._lock:
-                lost = self._note_read(items, outcomes, reading, operation)
-                self._catalog.reads.remove(reading)
-        self._backend.forget(lost)
-        return outcomes
-
-    def _note_read(
-        self, items: Sequence[GetItem], outcomes: list[Outcome], reading: Read, operation: Operation
-    ) -> list[tuple[bytes, int]]:
-        """Count it, and forget what is not there or was dropped, unless it has been stored anew meanwhile. Returns what
-        is not there, with its size."""
-        self._catalog.counters.end(operation, outcomes)
-        lost: list[tuple[bytes, int]] = []
-        for item, outcome in zip(items, outcomes, strict=True):
-            if outcome in (Outcome.ABSENT, Outcome.CORRUPT) and item.key in reading.keys:
-                size_bytes = self._catalog.lose(item.key)
-                if outcome is Outcome.ABSENT and size_bytes is not None:
-                    lost.append((item.key, size_bytes))
-        if operation is Operation.GET:
-            read = [item for item, outcome in zip(items, outcomes, strict=True) if outcome is Outcome.OK]
-            self._catalog.refresh([item.key for item in read])
-            self._catalog.counters.bytes_read += sum(item.target.nbytes for item in read)
-        return lost
+        return self._reads.read(items, Operation.VERIFY)
 
     def put(self, items: Sequence[PutItem]) -> list[Outcome]:
         """See ``Backend.put``. Evicts at the high watermark down to the low one, and at a quota of the tenant's own.
